@@ -178,7 +178,7 @@ def test_blocks_that_vllm_has_to_keep(parts, make, copies, options, more):
     ending, plan = make(copies, **options), parts.plan.StepPlan()
     assert ending.add(plan, ended(parts, **more))
     assert plan.ending == {"r"}
-    assert (ending.has_pending_frees, ending.has_news_to_come) == (True, False)
+    assert not ending.requests["r"].is_freed
     ending.given(blocks(3), 0)
     ending.settle(plan, [])
     assert not any(each.ended for each in copies if each)
@@ -189,7 +189,7 @@ def test_blocks_that_vllm_gets_at_once(parts, make, num_landing):
     ending, plan = make([Copies()]), parts.plan.StepPlan()
     assert not ending.add(plan, ended(parts, num_landing=num_landing))
     assert plan.ending == set()
-    assert (ending.has_pending_frees, ending.has_news_to_come) == (False, True)
+    assert ending.requests["r"].is_freed
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_reset_clears_the_store_whatever_becomes_of_saves(error):
 
     made = scheduler_side()
     cleared = []
-    made.space, made.link = "space", SimpleNamespace(store=SimpleNamespace(clear=lambda s: cleared.append(s) or 1))
+    made.link = SimpleNamespace(clear=lambda: cleared.append("space"))
     made.tracked["r"] = tracked.Tracked(SimpleNamespace(request_id="r"), may_save=True, num_saves_open=1)
 
     def fail():

@@ -19,12 +19,16 @@ SIZE = 16
 def parts():
     """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
     import kvstore
-    from kvstore.integrations.vllm import plan, stats
+    from kvstore.integrations.vllm import options, stats
     from kvstore.integrations.vllm.scheduler_side import keys, lookups
 
     shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
     return SimpleNamespace(
-        keys=keys, lookups=lookups, plan=plan, stats=stats, space=kvstore.Namespace(model="m", shape=shape)
+        keys=keys,
+        lookups=lookups,
+        stats=stats,
+        options=options.Options(lookup_wait_s=5.0),
+        space=kvstore.Namespace(model="m", shape=shape),
     )
 
 
@@ -55,7 +59,7 @@ def make(parts):
 
     def lookups(client):
         link = SimpleNamespace(client=lambda: client)
-        made.append(parts.lookups.Lookups(link, True, 5.0, parts.stats.Stats(), threading.Event()))
+        made.append(parts.lookups.Lookups(link, parts.options, parts.stats.Stats(), threading.Event()))
         return made[-1]
 
     def question(tokens, is_lookup=True, **more):
@@ -313,7 +317,7 @@ def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended,
 
     ended.side.ended(ended.request, [5, 6, 7, 8])
     if is_cleared:
-        ended.side.link = SimpleNamespace(store=SimpleNamespace(clear=lambda space: 0))
+        ended.side.link = SimpleNamespace(clear=lambda: True)
         assert ended.side.reset()
     worker, begun = WorkerSide(Options(), None, None, WHOLE, 0, True, parts.stats.Stats()), []
     monkeypatch.setattr(worker, "begin_save", begun.append)

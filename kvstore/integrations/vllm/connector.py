@@ -12,7 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.plan import StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
-from kvstore.integrations.vllm.space import check_block_size, check_engine, has_names_of_media, part_of
+from kvstore.integrations.vllm.space import check_engine, has_names_of_media, part_of
 from kvstore.integrations.vllm.stats import RaykvStats, Stats
 from kvstore.integrations.vllm.worker_side.worker import WorkerSide
 
@@ -44,8 +44,7 @@ class RaykvConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         options = Options.parse(transfer.kv_connector_extra_config)
-        spec = check_engine(vllm_config, kv_cache_config)
-        check_block_size(options.block_size, int(spec.block_size))
+        spec = check_engine(vllm_config, kv_cache_config, options)
         part_of(vllm_config, 0, 0)
         #: Counts and times of this half; `total()` has everything since the start.
         self.stats = Stats()
@@ -139,11 +138,11 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM should run steps without requests, so that the end of the last saves is reported."""
-        return self.scheduler_side.ending.has_news_to_come
+        return any(tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be freed soon, so that vLLM need not preempt other requests."""
-        return self.scheduler_side.ending.has_pending_frees
+        return any(not tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
 
     def take_events(self) -> Iterable[Any]:
         """Return KV cache events of blocks that came into the store since the last call."""

@@ -74,6 +74,16 @@ class StoreLink:
             self._thread.start()
         logger.warning("the store is away; prompts are computed until it is back")
 
+    def clear(self) -> bool:
+        """Make all blocks of the namespace a miss on every node; returns whether all nodes were asked."""
+        try:
+            num_blocks = self.store.clear(self._space)
+        except KVStoreError:
+            logger.exception("the store could not be cleared")
+            return False
+        logger.info("cleared %d blocks of the store", num_blocks)
+        return True
+
     def close(self) -> None:
         """Close the client; may be called again."""
         self._stopping.set()

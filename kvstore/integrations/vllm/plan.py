@@ -48,26 +48,13 @@ class SavePlan:
         req_id: the request.
         hashes: from the root of the chain on, so that blocks evicted meanwhile are stored again.
         block_ids: the engine's blocks for their tokens.
+        tickets: under which each worker publishes these blocks instead, by rank, to hand them off.
     """
 
     req_id: str
     hashes: BlockHashes
     block_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishPlan:
-    """Blocks of one prompt to hand off, whose last ones are computed in this step.
-
-    Args:
-        req_id: the request.
-        tickets: under which each worker publishes, by rank.
-        block_ids: the engine's blocks for their tokens.
-    """
-
-    req_id: str
-    tickets: tuple[HandoffTicket, ...]
-    block_ids: list[int]
+    tickets: tuple[HandoffTicket, ...] = ()
 
 
 class Local(Generic[T]):
@@ -107,7 +94,7 @@ class StepPlan(KVConnectorMetadata):
     Args:
         loads: to begin in this step.
         saves: to begin when this step is computed.
-        publications: to begin when this step is computed.
+        publications: to begin when this step is computed, before the saves.
         withdrawn: requests whose tickets no engine will get.
         late_saves: to begin at once, as their blocks were computed in earlier steps.
         settle: requests whose blocks are overwritten in this step; none of their saves may still read them.
@@ -122,7 +109,7 @@ class StepPlan(KVConnectorMetadata):
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
-    publications: list[PublishPlan] = field(default_factory=list)
+    publications: list[SavePlan] = field(default_factory=list)
     withdrawn: set[str] = field(default_factory=set)
     late_saves: list[SavePlan] = field(default_factory=list)
     settle: set[str] = field(default_factory=set)
@@ -162,20 +149,15 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
     def aggregate(self, other: Any) -> WorkerReport:
-        """Return this report merged with another one of the same step."""
-        failed = dict(self.failed_loads)
+        """Add another worker's report of the same step."""
         for req_id, num_tokens in other.failed_loads.items():
-            failed[req_id] = min(num_tokens, failed.get(req_id, num_tokens))
-        landing = Counter(self.landing)
-        landing.update(other.landing)  # The operator + would drop negative counts.
-        return WorkerReport(
-            saves_ended=self.saves_ended + other.saves_ended,
-            landing=landing,
-            failed_loads=failed,
-            stored=self.stored + other.stored,
-            num_drops=self.num_drops + other.num_drops,
-            desks=self.desks | other.desks,
-        )
+            self.failed_loads[req_id] = min(num_tokens, self.failed_loads.get(req_id, num_tokens))
+        self.saves_ended.update(other.saves_ended)
+        self.landing.update(other.landing)  # The operator += would drop negative counts.
+        self.stored += other.stored
+        self.num_drops += other.num_drops
+        self.desks |= other.desks
+        return self
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ _NOT_OF_KV = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "
 """Config keys that change no KV: a model's origin and the labels of its head. `_variant` has the dtype by itself."""
 
 
-def check_engine(config: Any, kv_cache_config: Any) -> Any:
+def check_engine(config: Any, kv_cache_config: Any, options: Options) -> Any:
     """Refuse an engine whose KV the store cannot hold yet; returns the spec of its one KV cache group.
 
     Raises:
@@ -50,6 +50,12 @@ def check_engine(config: Any, kv_cache_config: Any) -> Any:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"RaykvConnector: wanted {name}=1, got {getattr(parallel, name)}; set it to 1")
+    stored, engine = options.block_size or int(spec.block_size), int(spec.block_size)
+    if stored % engine and engine % stored:
+        raise ConfigError(
+            f"kv_connector_extra_config['block_size']: wanted a multiple or a divisor of the engine's {engine} tokens, "
+            f"got {stored}; set a divisor of both engines' sizes to share between them"
+        )
     return spec
 
 
@@ -63,21 +69,6 @@ def has_names_of_media(config: Any) -> bool:
     if media is None or getattr(config.cache_config, "enable_prefix_caching", False):
         return True
     return float(getattr(media, "mm_processor_cache_gb", 0) or 0) > 0
-
-
-def check_block_size(stored: int, engine: int) -> int:
-    """Return the stored block size: the configured one, or else the engine's.
-
-    Raises:
-        ConfigError: neither size divides the other.
-    """
-    stored = stored or engine
-    if stored % engine and engine % stored:
-        raise ConfigError(
-            f"kv_connector_extra_config['block_size']: wanted a multiple or a divisor of the engine's {engine} tokens, "
-            f"got {stored}; set a divisor of both engines' sizes to share between them"
-        )
-    return stored
 
 
 def part_of(config: Any, tp_rank: int, pp_rank: int) -> tuple[Part, bool]:
@@ -147,7 +138,8 @@ def make_space(config: Any, spec: Any, options: Options, tensors: Sequence[Any],
     """
     model, parallel = config.model_config, config.parallel_config
     pp_size = int(parallel.pipeline_parallel_size)
-    block_size, engine_size = check_block_size(options.block_size, int(spec.block_size)), int(spec.block_size)
+    engine_size = int(spec.block_size)
+    block_size = options.block_size or engine_size
     if order and block_size % engine_size:
         raise ConfigError(
             f"kv_connector_extra_config['block_size']: wanted a multiple of the engine's {engine_size} tokens, got "

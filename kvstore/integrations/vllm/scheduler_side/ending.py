@@ -43,16 +43,6 @@ class Ending:
         found = [each for each in copies if each is not None]
         self._copies = found if len(found) == self._num_workers else []
 
-    @property
-    def has_pending_frees(self) -> bool:
-        """Whether vLLM keeps blocks until copies end."""
-        return any(not tracked.is_freed for tracked in self.requests.values())
-
-    @property
-    def has_news_to_come(self) -> bool:
-        """Whether vLLM should run steps, although it keeps no blocks, so that the end of copies is reported."""
-        return any(tracked.is_freed for tracked in self.requests.values())
-
     def add(self, plan: StepPlan, tracked: Tracked) -> bool:
         """Take in a request with copies under way; returns whether vLLM has to keep its blocks."""
         req_id = tracked.request.request_id
@@ -94,15 +84,11 @@ class Ending:
         is_blind, self._is_blind = self._is_blind, False
         for each in self._copies if plan.settle else ():
             each.end_saves(plan.settle)  # Some model runners write to new blocks before they notify the workers.
-        freed = [tracked for tracked in self.requests.values() if tracked.is_freed and tracked.num_saves_open]
-        if not freed:
-            return
-        for ids in new_block_ids:
-            given.update(ids[0] if ids else ())
+        given.update(*(ids[0] for ids in new_block_ids if ids))
         taken = {
-            tracked.request.request_id: tracked
-            for tracked in freed
-            if is_blind or not given.isdisjoint(tracked.block_ids)
+            req_id: tracked
+            for req_id, tracked in self.requests.items()
+            if tracked.is_freed and tracked.num_saves_open and (is_blind or not given.isdisjoint(tracked.block_ids))
         }
         if not taken:
             return

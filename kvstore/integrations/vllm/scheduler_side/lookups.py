@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.integrations.vllm.link import StoreLink
+from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
 from kvstore.integrations.vllm.stats import Stats
 
@@ -52,17 +53,14 @@ class Lookups:
 
     Args:
         link: to the store.
-        is_remote: whether blocks that only other nodes have count.
-        wait_s: how long the store may take for an answer.
+        options: the user's.
         stats: gets times and counts.
         answered: set after each answer.
     """
 
-    def __init__(
-        self, link: StoreLink, is_remote: bool, wait_s: float, stats: Stats, answered: threading.Event
-    ) -> None:
-        self._answered = answered
-        self._link, self._is_remote, self._wait_s, self._stats = link, is_remote, wait_s, stats
+    def __init__(self, link: StoreLink, options: Options, stats: Stats, answered: threading.Event) -> None:
+        self._link, self._stats, self._answered = link, stats, answered
+        self._is_remote, self._wait_s = options.remote, options.lookup_wait_s
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         #: Answered questions without all hashes, and when to make these; used by the thread only.
         self.late: collections.deque[tuple[float, Question]] = collections.deque()

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.blocks.hashing import Namespace
-from kvstore.errors import KVStoreError
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import LoadPlan, Local, StepPlan, WorkerHello, WorkerReport
@@ -107,7 +106,7 @@ class SchedulerSide:
             self.handoffs.learn(hello.desks)
         self.ending.open([hello.copies.value for hello in found])
         self.is_launching = all(hello.is_on_gpu and hello.copies.value is not None for hello in found)
-        self.lookups = Lookups(self.link, options.remote, options.lookup_wait_s, self.stats, self.answered)
+        self.lookups = Lookups(self.link, options, self.stats, self.answered)
         self.is_open = True
 
     def close(self) -> None:
@@ -209,8 +208,12 @@ class SchedulerSide:
         """Return the workers' plan for this step, and begin the plan of the next one."""
         plan, self.next_plan = self.next_plan, StepPlan()
         plan.answered = Local(self.answered)
-        self._have_hashed(plan, output.total_num_scheduled_tokens)
         plan.is_computing = output.total_num_scheduled_tokens > 0
+        if self.is_open and (num_tokens := self.lookups.num_unhashed_tokens):
+            if self.is_launching and output.total_num_scheduled_tokens >= _LAUNCHED_SHARE * num_tokens:
+                plan.launched = Local(self.lookups.hash_rest)
+            else:
+                self.lookups.hash_rest()
         plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
         if plan.settle:
             self.stats.count("num_preempted", len(plan.settle))
@@ -218,22 +221,20 @@ class SchedulerSide:
         for req_id in plan.settle:
             if (tracked := self.tracked.get(req_id)) and not tracked.is_loading:
                 tracked.num_saved = tracked.num_planned_tokens = 0
-        begins = {}
-        for new in output.scheduled_new_reqs:
-            if tracked := self.tracked.get(new.req_id):
-                tracked.block_ids = list(new.block_ids[0])
-                begins[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        for req_id, ids, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        given = [(new.req_id, new.block_ids, new.num_computed_tokens, True) for new in output.scheduled_new_reqs]
+        given += [
+            (req_id, ids, begin, req_id in cached.resumed_req_ids)
+            for req_id, ids, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        ]
+        for req_id, ids, begin, has_all_blocks in given:
             if tracked := self.tracked.get(req_id):
-                if req_id in cached.resumed_req_ids:
+                if has_all_blocks:
                     tracked.block_ids = []
                 tracked.block_ids.extend(ids[0] if ids else ())
-                begins[req_id] = begin
-        for req_id, begin in begins.items():
-            tracked, end = self.tracked[req_id], begin + output.num_scheduled_tokens[req_id]
-            self.saving.plan(plan.saves, tracked, begin, end)
-            self.handoffs.plan(plan, tracked, begin, end)
+                end = begin + output.num_scheduled_tokens[req_id]
+                self.saving.plan(plan.saves, tracked, begin, end)
+                self.handoffs.plan(plan, tracked, begin, end)
         return plan
 
     def ended(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -293,7 +294,7 @@ class SchedulerSide:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
             if not self._num_drops_open:
                 # A save that ran while the store was cleared may have stored blocks after that.
-                self._clearing = threading.Thread(target=self._clear, name="raykv-clear", daemon=True)
+                self._clearing = threading.Thread(target=self.link.clear, name="raykv-clear", daemon=True)
                 self._clearing.start()
 
     def take_events(self) -> list[Any]:
@@ -313,51 +314,27 @@ class SchedulerSide:
         try:
             self.ending.drop_saves()
         finally:  # Old blocks must not be loaded with new weights, whatever goes wrong.
-            is_clear = self._forget_all()
-        return is_clear
-
-    def _forget_all(self) -> bool:
-        """Clear the store, and store no more blocks computed before this; returns as `reset`."""
-        if any(tracked.num_saves_open for tracked in (*self.tracked.values(), *self.ending.requests.values())):
-            self.next_plan.drop_saves, self._num_drops_open = True, self._num_workers
-        is_loading = False
-        for tracked in self.tracked.values():
-            # Their blocks were computed before the reset.
-            tracked.may_save = tracked.may_publish = False
-            tracked.question = None
-            is_loading = is_loading or tracked.is_loading
-        return self._clear() and not is_loading
-
-    def _clear(self) -> bool:
-        if not self.is_open:
-            return False
-        try:
-            num_blocks = self.link.store.clear(self.space)
-        except KVStoreError:
-            logger.exception("the store could not be cleared")
-            return False
-        logger.info("cleared %d blocks of the store", num_blocks)
-        return True
+            if any(tracked.num_saves_open for tracked in (*self.tracked.values(), *self.ending.requests.values())):
+                self.next_plan.drop_saves, self._num_drops_open = True, self._num_workers
+            is_loading = False
+            for tracked in self.tracked.values():  # Their blocks were computed before the reset.
+                tracked.may_save = tracked.may_publish = False
+                tracked.question = None
+                is_loading = is_loading or tracked.is_loading
+            is_clear = self.is_open and self.link.clear()
+        return is_clear and not is_loading
 
     def _ask(self, tracked: Tracked) -> Question:
         prompt, is_arriving = PromptHashes(self.space, tracked.request), tracked.arriving is not None
-        tracked.question = question = Question(
+        question = Question(
             prompt,
             tracked.hashes,
             is_lookup=tracked.may_load and not is_arriving,
             needs_hashes=tracked.may_publish or is_arriving,
         )
+        tracked.question = question
         self.lookups.ask(question)
         return question
-
-    def _have_hashed(self, plan: StepPlan, num_computed_tokens: int) -> None:
-        """Have prompts hashed that were answered at once; if possible not while this process launches a step."""
-        if not self.is_open or not (num_tokens := self.lookups.num_unhashed_tokens):
-            return
-        if self.is_launching and num_computed_tokens >= _LAUNCHED_SHARE * num_tokens:
-            plan.launched = Local(self.lookups.hash_rest)
-        else:
-            self.lookups.hash_rest()
 
     def _leave_out(self, name: str) -> None:
         """Let a request with media go on without the store, as its media cannot be told from others."""

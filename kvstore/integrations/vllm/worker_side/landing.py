@@ -31,16 +31,13 @@ class Running:
 
 
 class Landing:
-    """The loads of one worker that were reported as received early.
-
-    Args:
-        stats: gets times and counts.
-    """
+    """The loads of one worker that were reported as received early."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
         self.loads: dict[str, Running] = {}
-        self._changes: Counter[str] = Counter()
+        #: How the number of these loads changed for each request since the last report; see `WorkerReport.landing`.
+        self.changes: Counter[str] = Counter()
 
     def begin(self, load: Running) -> None:
         """Let the engine's stream wait for a queued load, so that the engine's thread does not.
@@ -50,7 +47,7 @@ class Landing:
         """
         load.job.wait_on(timeout=0.0)
         self.loads[load.plan.req_id] = load
-        self._changes[load.plan.req_id] += 1
+        self.changes[load.plan.req_id] += 1
         self._stats.count("num_landing_loads")
 
     def poll(self) -> None:
@@ -79,11 +76,6 @@ class Landing:
         self._end(req_id, wait_s)
         return True
 
-    def take_changes(self) -> Counter[str]:
-        """Return how the landing loads of each request changed since the last call; see `WorkerReport.landing`."""
-        changes, self._changes = self._changes, Counter()
-        return changes
-
     def _end(self, req_id: str, wait_s: float) -> None:
         load = self.loads[req_id]
         wanted = f"wanted the copies of {load.job!r} in place"
@@ -95,7 +87,7 @@ class Landing:
         if result.num_blocks < len(load.plan.hashes):
             raise CopyStuck(f"{wanted}, got {result.num_blocks} blocks ({result.failed[0].detail}); {why}")
         del self.loads[req_id]
-        self._changes[req_id] -= 1
+        self.changes[req_id] -= 1
         count_load(self._stats, load, result)
 
 

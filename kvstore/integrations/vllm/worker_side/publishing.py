@@ -13,7 +13,7 @@ from kvstore.client.client import Client
 from kvstore.client.results import Job
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.integrations.vllm.handover import Desk
-from kvstore.integrations.vllm.plan import PublishPlan
+from kvstore.integrations.vllm.plan import SavePlan
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Publishing:
         self._told = desk
         return {self.rank: desk}
 
-    def publish(self, client: Client, plan: PublishPlan, pages: list[int]) -> Job[HandoffTicket]:
+    def publish(self, client: Client, plan: SavePlan, pages: list[int]) -> Job[HandoffTicket]:
         """Begin to publish; the blocks have to stay as they are until the job is done.
 
         On return, a fetch of the ticket waits for the blocks. A request that is computed again, after a preemption or a

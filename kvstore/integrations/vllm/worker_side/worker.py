@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from kvstore.client.results import Job, LoadResult, MissReason, SaveResult
 from kvstore.config import num_idle_copy_threads
 from kvstore.errors import CopyStuck, JobAbandoned, KVStoreError, LayoutMismatch
 from kvstore.integrations.vllm.options import Options
-from kvstore.integrations.vllm.plan import LoadPlan, Local, PublishPlan, SavePlan, StepPlan, WorkerHello, WorkerReport
+from kvstore.integrations.vllm.plan import LoadPlan, Local, SavePlan, StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.stats import Stats
 from kvstore.integrations.vllm.worker_side.cache import Cache
 from kvstore.integrations.vllm.worker_side.landing import Landing, Running, count_load
@@ -112,9 +113,7 @@ class WorkerSide:
 
     def save(self, plan: StepPlan) -> None:
         """Start the saves and publications of a step that was computed; nothing waits for their end here."""
-        for publication in plan.publications:
-            self.begin_save(publication)
-        for save in plan.saves:
+        for save in (*plan.publications, *plan.saves):
             self.begin_save(save)
         if plan.launched.value is not None:
             plan.launched.value()
@@ -147,7 +146,7 @@ class WorkerSide:
         """Return this step's report to the scheduler's half; None if it is empty."""
         report, self._report = self._report, WorkerReport()
         report.desks = self.publishing.news(self.cache.client())
-        report.landing = self.landing.take_changes()
+        report.landing, self.landing.changes = self.landing.changes, Counter()
         return report or None
 
     def close(self) -> None:
@@ -245,9 +244,9 @@ class WorkerSide:
         self.stats.count(f"num_failed_{what}")
         self.stats.count(f"num_failed_{what}_{reason}")
 
-    def begin_save(self, plan: SavePlan | PublishPlan) -> None:
+    def begin_save(self, plan: SavePlan) -> None:
         """Begin to save or publish blocks; see `Copies`."""
-        client = self.cache.client() if self._is_saver or isinstance(plan, PublishPlan) else None
+        client = self.cache.client() if self._is_saver or plan.tickets else None
         if client is None:
             self._report.saves_ended[plan.req_id] += 1
             return
@@ -256,7 +255,7 @@ class WorkerSide:
         try:
             if self.cache.rows is not None:
                 self.cache.rows.take(plan.block_ids)
-            if isinstance(plan, PublishPlan):
+            if plan.tickets:
                 job = self.publishing.publish(client, plan, pages)
             else:
                 job = client.save(plan.hashes, pages)
@@ -321,8 +320,8 @@ class WorkerSide:
             self._forget_save(save)
             self.stats.count("num_abandoned_saves")
 
-    def _count_failed_save(self, plan: SavePlan | PublishPlan, client: Client, error: KVStoreError) -> None:
-        if isinstance(plan, PublishPlan):
+    def _count_failed_save(self, plan: SavePlan, client: Client, error: KVStoreError) -> None:
+        if plan.tickets:
             self.stats.count("num_failed_publications")
             logger.warning("a request could not be handed off, so the decode engine computes it: %s", error)
         else:
