@@ -20,9 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _timed(
-    method: Callable[Concatenate[RaykvConnector, P], T],
-) -> Callable[Concatenate[RaykvConnector, P], T]:
+def _timed(method: Callable[Concatenate[RaykvConnector, P], T]) -> Callable[Concatenate[RaykvConnector, P], T]:
     """Measure how long a call keeps the scheduler."""
 
     @functools.wraps(method)
@@ -45,7 +43,7 @@ class RaykvConnector(KVConnectorBase_V1):
         transfer = vllm_config.kv_transfer_config
         options = Options.parse(transfer.kv_connector_extra_config)
         spec = check_engine(vllm_config, kv_cache_config, options)
-        part_of(vllm_config, 0, 0)
+        part_of(vllm_config, 0, 0)  # Refuses a number of ranks that does not fit.
         #: Counts and times of this half; `total()` has everything since the start.
         self.stats = Stats()
         self._is_closed = False

@@ -47,7 +47,7 @@ class StoreLink:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            self.store = connect(options.store, address=options.address)
+            self._store = connect(options.store, address=options.address)
             self._client: Client | None = self._open()
         except StoreNotRunning as error:
             raise StoreNotRunning(
@@ -77,7 +77,7 @@ class StoreLink:
     def clear(self) -> bool:
         """Make all blocks of the namespace a miss on every node; returns whether all nodes were asked."""
         try:
-            num_blocks = self.store.clear(self._space)
+            num_blocks = self._store.clear(self._space)
         except KVStoreError:
             logger.exception("the store could not be cleared")
             return False
@@ -95,7 +95,7 @@ class StoreLink:
             client.close(_CLOSE_S)
 
     def _open(self) -> Client:
-        client = self.store.client(self._space, self._part, node_id=self._options.node_id)
+        client = self._store.client(self._space, self._part, node_id=self._options.node_id)
         try:
             self._on_open(client)
         except BaseException:

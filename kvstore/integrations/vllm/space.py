@@ -179,6 +179,9 @@ def _variant(config: Any, order: str) -> str:
             "dict, or name the result with kv_connector_extra_config['model']"
         )
     draft = getattr(config, "speculative_config", None)
+    hf_config = getattr(model, "hf_config", None)
+    settings = hf_config.to_dict() if hf_config is not None else {}
+    kept = {key: value for key, value in settings.items() if key not in _NOT_OF_KV}
     fields = {
         "cache": str(config.cache_config.cache_dtype),
         "dtype": str(model.dtype),
@@ -190,7 +193,7 @@ def _variant(config: Any, order: str) -> str:
         "dummy": str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy",
         "order": order,
         "draft": _place_of(getattr(draft, "model", None) or ""),
-        "config": _config_digest(model),
+        "config": sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest(),
         "rope": _length_of_rope(model),
     }
     return json.dumps(fields, sort_keys=True, default=str)
@@ -212,14 +215,6 @@ def _settings_of_media(model: Any) -> dict[str, Any]:
 def _place_of(name: Any) -> str:
     """Return a model's name, or a local folder's real path: a relative path names other folders elsewhere."""
     return os.path.realpath(name) if os.path.exists(str(name)) else str(name)
-
-
-def _config_digest(model: Any) -> str:
-    """Return the SHA-256, in hex, of the model's config without the keys that change no KV."""
-    config = getattr(model, "hf_config", None)
-    found = config.to_dict() if config is not None else {}
-    fields = {key: value for key, value in found.items() if key not in _NOT_OF_KV}
-    return sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _length_of_rope(model: Any) -> str:

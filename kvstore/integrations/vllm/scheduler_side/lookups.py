@@ -98,10 +98,8 @@ class Lookups:
         """Whether it is known without a wait that nothing is stored for a question."""
         if question.needs_hashes:
             return False
-        if not (question.is_lookup and question.prompt.num_blocks):
-            return True
         client = self._link.client()
-        if client is None:
+        if client is None or not (question.is_lookup and question.prompt.num_blocks):
             return True
         if not question.prompt.is_quick:
             return False

@@ -35,9 +35,9 @@ class Cache:
     def __init__(self, options: Options, config: Any, spec: Any, part: Part, publishing: Publishing) -> None:
         self._options, self._config, self._spec = options, config, spec
         self._part, self._publishing = part, publishing
-        self.link: StoreLink | None = None
-        #: Namespace of this engine's blocks, once its tensors are known.
+        #: Namespace of this engine's blocks; None until the tensors are registered, through `link`.
         self.space: Namespace | None = None
+        self.link: StoreLink
         #: A second cache whose blocks are copied, in rows of tokens; None where the engine's own is.
         self.rows: TokenRows | None = None
         self.is_on_gpu = False
@@ -50,7 +50,7 @@ class Cache:
             StoreNotRunning: there is no store on this node.
             LayoutMismatch, ConfigError: the store cannot hold these tensors; the message says what to change.
         """
-        if self.link is not None:  # After the engine slept, its tensors may be different.
+        if self.space is not None:  # After the engine slept, its tensors may be different.
             self.link.close()
         found = in_order_of_layers(caches)
         tensors, axes = list(found.values()), self._options.axes
@@ -82,12 +82,12 @@ class Cache:
                 space.shape.block_size, space.shape.block_bytes, space.digest.hex()[:16],
             )  # fmt: skip
 
-        self.space = space
         self.link = StoreLink(self._options, space, self._part, register)
+        self.space = space
 
     def client(self) -> Client | None:
         """Return the client of this rank's node store; None while no store is reached."""
-        return self.link.client() if self.link is not None else None
+        return self.link.client() if self.space is not None else None
 
     def pages(self, block_ids: list[int]) -> list[int]:
         """Return the tensor pages that make up vLLM's blocks: an attention kernel may want smaller pages."""

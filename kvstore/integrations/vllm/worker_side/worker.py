@@ -154,7 +154,7 @@ class WorkerSide:
         try:
             self.end_saves(self.saves)
         finally:
-            if self.cache.link is not None:
+            if self.cache.space is not None:
                 self.cache.link.close()
 
     def _wait_idle(self, plan: StepPlan) -> None:
@@ -221,7 +221,7 @@ class WorkerSide:
         except KVStoreError as error:
             logger.warning("a load failed: %s", error)
             if not isinstance(error, LayoutMismatch):
-                self._lost(load.client)
+                self.cache.link.lost(load.client)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
         count_load(self.stats, load, result, "fetch" if plan.tickets else "load")
@@ -231,7 +231,7 @@ class WorkerSide:
         reason = result.failed[0].reason
         logger.info("a load brought %d of %d blocks: %s", result.num_blocks, len(plan.hashes), result.failed[0].detail)
         if reason is MissReason.STORE_LOST:
-            self._lost(load.client)
+            self.cache.link.lost(load.client)
         self._fail(plan, max(num_tokens, plan.num_engine_tokens), reason.value)
 
     def _fail(self, plan: LoadPlan, num_right_tokens: int, reason: str) -> None:
@@ -327,9 +327,4 @@ class WorkerSide:
         else:
             self.stats.count("num_failed_saves")
             logger.info("a save failed: %s", error)
-        if self.cache.link is not None:
-            self.cache.link.failed(client, error)
-
-    def _lost(self, client: Client) -> None:
-        if self.cache.link is not None:
-            self.cache.link.lost(client)
+        self.cache.link.failed(client, error)
