@@ -182,7 +182,7 @@ def await_pinned(transfer: Mapping[str, Any] | None) -> None:
         return
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    client = get_kv_transfer_group().worker_side.link.client()
+    client = get_kv_transfer_group().worker_side.cache.client()
     pinning = client._attached.mapping.pinning
     deadline_s = time.monotonic() + PIN_S
     while pinning is not None and pinning.num_registered_bytes < client.num_slots * client.slot_bytes:

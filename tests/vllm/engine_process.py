@@ -65,7 +65,7 @@ def stats_of_rank(worker):
 def tracked_by_rank(worker):
     rank = get_kv_transfer_group().worker_side
     rank.landing.settle(list(rank.landing.loads), 20.0)  # vLLM has them; no step follows that would look
-    return sum(len(held) for held in (rank.loads, rank.landing, rank.saves, rank.unsent, rank.publishing))
+    return sum(len(held) for held in (rank.loads, rank.landing.loads, rank.saves, rank.unsent, rank.publishing.open))
 
 
 def await_saves_of(worker, limit_s):
@@ -91,10 +91,10 @@ def hold_saves_of(worker, until_wanted):
 
     kvstore.client.save.run_save, rank.let_saves = held, let_go
 
-    def end(req_ids):
+    def end(req_ids, *more):
         if req_ids:  # Each step ends those of nobody.
             may_save.set()
-        end_saves(req_ids)
+        end_saves(req_ids, *more)
 
     if until_wanted:
         rank.end_saves = end
@@ -106,12 +106,12 @@ def let_saves_of(worker):
 
 def take_store_of(worker, rank):
     if worker.rank == rank:
-        get_kv_transfer_group().worker_side.client = lambda: None
+        get_kv_transfer_group().worker_side.cache.client = lambda: None
 
 
 def give_store_to(worker, rank):
     if worker.rank == rank:
-        del get_kv_transfer_group().worker_side.client
+        del get_kv_transfer_group().worker_side.cache.client
 
 
 class EngineProcess:
@@ -268,7 +268,7 @@ class EngineProcess:
     def tracked(self):
         """How many requests the connector's halves still know."""
         side = self.scheduler.connector.scheduler_side
-        return sum(self.engine.collective_rpc(tracked_by_rank), len(side.tracked) + len(side.ending))
+        return sum(self.engine.collective_rpc(tracked_by_rank), len(side.tracked) + len(side.ending.requests))
 
     def take_store(self, rank):
         """Let one worker have no store, as when its connection broke."""

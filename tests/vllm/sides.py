@@ -20,17 +20,18 @@ class Lookups:
 def scheduler_side(save="prompt", **more):
     """Make one of an engine with one worker, with a store that has nothing."""
     import kvstore
-    from kvstore.integrations.vllm import options, plan, stats
-    from kvstore.integrations.vllm.scheduler_side import handoffs, scheduler
+    from kvstore.integrations.vllm import options, stats
+    from kvstore.integrations.vllm.scheduler_side import handoffs, saving, scheduler
 
     shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
     made = scheduler.SchedulerSide(
         options.Options(save=options.SavePolicy(save)), SIZE, 1,
-        loads=True, saves=True, publishes=True, emits_events=False, stats=stats.Stats(), **more,
+        loads=True, produces=True, emits_events=False, stats=stats.Stats(), **more,
     )  # fmt: skip
-    made.space, made.lookups = kvstore.Namespace(model="m", shape=shape), Lookups()
+    made.space, made.lookups, made.is_open = kvstore.Namespace(model="m", shape=shape), Lookups(), True
+    made.saving = saving.Saving(made.space, SIZE, 1, save == "all", made.stats)
     made.handoffs = handoffs.HandoffSide(made.space, SIZE, 1, True, 10.0, made.stats)
-    made.ending.open([plan.Door(None)])
+    made.ending.open([None])
     return made
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import pytest
+from sides import scheduler_side
 
 from kvstore.errors import CopyStuck
 
@@ -145,7 +146,7 @@ def parts():
 def make(parts):
     def make(copies, *, keeps_memory=True, num_workers=1):
         made = parts.ending.Ending(16, num_workers, keeps_memory=keeps_memory)
-        made.open([parts.plan.Door(each) for each in copies])
+        made.open(copies)
         return made
 
     return make
@@ -160,8 +161,8 @@ def blocks(*ids):
     return SimpleNamespace(get_block_ids=lambda: (list(ids),))
 
 
-def test_a_door_leads_nowhere_in_another_process(parts):
-    assert pickle.loads(pickle.dumps(parts.plan.Door(Copies()))).copies is None
+def test_what_is_local_is_none_in_another_process(parts):
+    assert pickle.loads(pickle.dumps(parts.plan.Local(Copies()))).value is None
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_blocks_that_vllm_has_to_keep(parts, make, copies, options, more):
     ending, plan = make(copies, **options), parts.plan.StepPlan()
     assert ending.add(plan, ended(parts, **more))
     assert plan.ending == {"r"}
-    assert (ending.has_pending_frees, ending.has_news_to_come) == (True, False)
+    assert not ending.requests["r"].is_freed
     ending.given(blocks(3), 0)
     ending.settle(plan, [])
     assert not any(each.ended for each in copies if each)
@@ -188,7 +189,7 @@ def test_blocks_that_vllm_gets_at_once(parts, make, num_landing):
     ending, plan = make([Copies()]), parts.plan.StepPlan()
     assert not ending.add(plan, ended(parts, num_landing=num_landing))
     assert plan.ending == set()
-    assert (ending.has_pending_frees, ending.has_news_to_come) == (False, True)
+    assert ending.requests["r"].is_freed
 
 
 @pytest.mark.parametrize(
@@ -275,14 +276,11 @@ def test_a_save_that_is_stuck_loses_no_other(side, parts):
 
 @pytest.mark.parametrize("error", [CopyStuck("stuck"), CancelledError(), KeyboardInterrupt()])
 def test_a_reset_clears_the_store_whatever_becomes_of_saves(error):
-    from kvstore.integrations.vllm import options, stats
-    from kvstore.integrations.vllm.scheduler_side import scheduler, tracked
+    from kvstore.integrations.vllm.scheduler_side import tracked
 
-    made = scheduler.SchedulerSide(
-        options.Options(), 16, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=stats.Stats()
-    )
+    made = scheduler_side()
     cleared = []
-    made.space, made.link = "space", SimpleNamespace(store=SimpleNamespace(clear=lambda s: cleared.append(s) or 1))
+    made.link = SimpleNamespace(clear=lambda: cleared.append("space"))
     made.tracked["r"] = tracked.Tracked(SimpleNamespace(request_id="r"), may_save=True, num_saves_open=1)
 
     def fail():

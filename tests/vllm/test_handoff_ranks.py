@@ -112,7 +112,9 @@ def test_each_rank_fetches_its_part(engine, space, unit, store, node_ids, eventu
         tickets=request.arriving.tickets,
     )  # fmt: skip
     for client, publishing in zip(target.clients, target.publishing, strict=True):
-        assert publishing.fetch(client, plan, plan.block_ids, 10.0, 1).result(20).num_blocks == 3
+        ticket = plan.tickets[publishing.rank]
+        job = client.fetch(ticket, plan.block_ids, plan.num_engine_tokens, timeout_s=10.0)
+        assert job.result(20).num_blocks == 3
     for now, had, given in zip(target.whole(), before, source.whole(), strict=True):
         assert torch.equal(now[:, [3, 4]], given[:, [1, 2]])
         assert torch.equal(now[:, [0, 1, 2, 5]], had[:, [0, 1, 2, 5]])  # 0 is the engine's own

@@ -17,14 +17,13 @@ RUNNING = SimpleNamespace(job=SimpleNamespace(done=lambda: False), queued=NOT_QU
 def parts():
     """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
     from kvstore.integrations.vllm import options, plan, stats
-    from kvstore.integrations.vllm.worker_side import landing, worker
+    from kvstore.integrations.vllm.worker_side import worker
 
     return SimpleNamespace(
         worker=worker,
-        landing=landing,
         StepPlan=plan.StepPlan,
         LoadPlan=plan.LoadPlan,
-        Wakeup=plan.Wakeup,
+        Local=plan.Local,
         Options=options.Options,
         Stats=stats.Stats,
     )
@@ -40,46 +39,41 @@ def side(parts, monkeypatch):
 
 
 @pytest.fixture
-def answered(parts, monkeypatch):
+def answered(parts):
     """Says how long it was waited for, and is waited for no longer than that."""
-    made, waited_s = parts.Wakeup(), []
-    monkeypatch.setattr(made, "wait", waited_s.append)
-    made.waited_s = waited_s
-    return made
+    waited_s = []
+    return SimpleNamespace(of_scheduler=parts.Local(SimpleNamespace(wait=waited_s.append)), waited_s=waited_s)
 
 
 def test_a_step_that_computes_waits_for_nothing(parts, side, answered):
     side.loads["r"] = RUNNING
-    side.poll(parts.StepPlan(is_computing=True, num_waiting=3, answered=answered))
+    side.poll(parts.StepPlan(is_computing=True, num_waiting=3, answered=answered.of_scheduler))
     assert side.waited_s == answered.waited_s == []
 
 
 def test_a_step_with_nothing_at_all_waits_for_nothing(parts, side, answered):
-    side.poll(parts.StepPlan(answered=answered))
+    side.poll(parts.StepPlan(answered=answered.of_scheduler))
     assert side.waited_s == answered.waited_s == []
 
 
 def test_answers_that_end_the_wait_are_waited_for_as_long_as_may_be(parts, side, answered):
-    side.poll(parts.StepPlan(num_waiting=1, answered=answered))
-    assert answered.waited_s == [parts.landing.LONGEST_WAIT_S]
+    side.poll(parts.StepPlan(num_waiting=1, answered=answered.of_scheduler))
+    assert answered.waited_s == [parts.worker.LONGEST_WAIT_S]
 
 
-def test_others_are_waited_for_longer_the_more_are_due_and_the_more_is_to_be_hashed(parts, side, answered):
-    answered.is_shared = False
+def test_others_are_waited_for_longer_the_more_are_due_and_the_more_is_to_be_hashed(parts, side, answered, monkeypatch):
+    monkeypatch.setattr(parts.worker.time, "sleep", answered.waited_s.append)
     for num_waiting, num_tokens in ((1, 0), (4, 0), (1, 10_000), (10**6, 0)):
-        side.poll(parts.StepPlan(num_waiting=num_waiting, num_unhashed_tokens=num_tokens, answered=answered))
+        side.poll(parts.StepPlan(num_waiting=num_waiting, num_unhashed_tokens=num_tokens))
     one, four, long, many = answered.waited_s
-    assert one < four == 4 * one < many == parts.landing.LONGEST_WAIT_S
+    assert one < four == 4 * one < many == parts.worker.LONGEST_WAIT_S
     assert one < long < many
 
 
-def test_a_wakeup_that_was_sent_to_another_process_is_not_that_of_this_one(parts):
-    wakeup = parts.Wakeup()
-    wakeup.set()
-    plan = pickle.loads(pickle.dumps(parts.StepPlan(num_waiting=2, answered=wakeup)))
+def test_a_wakeup_that_was_sent_to_another_process_is_not_that_of_this_one(parts, answered):
+    plan = pickle.loads(pickle.dumps(parts.StepPlan(num_waiting=2, answered=answered.of_scheduler)))
     assert plan.num_waiting == 2
-    assert not plan.answered.is_set()
-    assert not plan.answered.is_shared
+    assert plan.answered.value is None
 
 
 def test_the_end_of_a_copy_ends_the_wait_and_one_that_was_seen_does_not(parts, side, answered, monkeypatch):
@@ -96,16 +90,16 @@ def test_the_end_of_a_copy_ends_the_wait_and_one_that_was_seen_does_not(parts, s
 
     monkeypatch.setattr(side.job_ended, "wait", wait)
     monkeypatch.setattr(side, "_end_load", lambda load: None)
-    side.poll(parts.StepPlan(answered=answered))
+    side.poll(parts.StepPlan(answered=answered.of_scheduler))
     (waited_s,) = side.waited_s
-    assert 0 < waited_s <= parts.landing.LONGEST_LOAD_WAIT_S
+    assert 0 < waited_s <= parts.worker.LONGEST_LOAD_WAIT_S
 
 
 @pytest.mark.parametrize("kind", ["load", "save"])
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 def test_a_load_into_host_memory_ends_in_the_step_that_begins_it(parts, side, answered, monkeypatch, kind, is_on_gpu):
     """Others wait less long: a step of a GPU is short, and nobody waits for a save."""
-    side.is_on_gpu = is_on_gpu
+    side.cache.is_on_gpu = is_on_gpu
     held = {"load": side.loads, "save": side.saves}[kind]
     held["r"] = RUNNING if kind == "load" else [RUNNING]
     clock_s = [100.0]
@@ -114,10 +108,10 @@ def test_a_load_into_host_memory_ends_in_the_step_that_begins_it(parts, side, an
         side.waited_s.append(seconds)
         clock_s[0] += seconds
 
-    monkeypatch.setattr(parts.landing.time, "monotonic", lambda: clock_s[0])
+    monkeypatch.setattr(parts.worker.time, "monotonic", lambda: clock_s[0])
     monkeypatch.setattr(side.job_ended, "wait", wait)
-    side.poll(parts.StepPlan(answered=answered))
-    longest_s = parts.landing.LONGEST_LOAD_WAIT_S if kind == "load" and not is_on_gpu else parts.landing.LONGEST_WAIT_S
+    side.poll(parts.StepPlan(answered=answered.of_scheduler))
+    longest_s = parts.worker.LONGEST_LOAD_WAIT_S if kind == "load" and not is_on_gpu else parts.worker.LONGEST_WAIT_S
     assert side.waited_s == [pytest.approx(longest_s)]
 
 
@@ -126,7 +120,7 @@ def test_all_cores_copy_where_nothing_else_is_to_be_done(parts, side, answered, 
     asked = []
     job = SimpleNamespace(done=lambda: False, add_done_callback=lambda told: None)
     client = SimpleNamespace(load=lambda *args, **options: (asked.append(options["num_copy_threads"]), job)[1])
-    monkeypatch.setattr(side, "client", lambda: client)
+    monkeypatch.setattr(side.cache, "client", lambda: client)
     monkeypatch.setattr(parts.worker, "num_idle_copy_threads", lambda: 3)
     load = parts.LoadPlan(req_id="r", hashes=[b"1"], block_ids=[3], num_engine_tokens=0)
     side.begin(parts.StepPlan(loads=[load], is_computing=is_computing))
@@ -136,9 +130,9 @@ def test_all_cores_copy_where_nothing_else_is_to_be_done(parts, side, answered, 
 def test_what_vllm_has_yet_to_hear_is_waited_for_by_nobody(parts, side, answered):
     """With asynchronous scheduling the next step is begun before it takes this one's news in."""
     side.received.add("r")
-    assert side.poll(parts.StepPlan(answered=answered))[1] == {"r"}
+    assert side.poll(parts.StepPlan(answered=answered.of_scheduler))[1] == {"r"}
     side.saves["other"] = [RUNNING]
-    side.poll(parts.StepPlan(answered=answered))
+    side.poll(parts.StepPlan(answered=answered.of_scheduler))
     assert side.waited_s == []
-    side.poll(parts.StepPlan(answered=answered))
+    side.poll(parts.StepPlan(answered=answered.of_scheduler))
     assert side.waited_s

@@ -7,6 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from sides import request, scheduler_side
 
 from kvstore.blocks.part import WHOLE
 from kvstore.client.results import BlockFailure, LoadResult, MissReason
@@ -17,12 +18,10 @@ from kvstore.errors import CopyStuck, JobRunning, KernelError, KVStoreError
 def parts():
     """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
     from kvstore.integrations.vllm import options, plan, stats
-    from kvstore.integrations.vllm.scheduler_side import scheduler, tracked
-    from kvstore.integrations.vllm.worker_side import landing, worker
+    from kvstore.integrations.vllm.scheduler_side import tracked
+    from kvstore.integrations.vllm.worker_side import worker
 
-    return SimpleNamespace(
-        worker=worker, landing=landing, plan=plan, options=options, stats=stats, scheduler=scheduler, tracked=tracked
-    )
+    return SimpleNamespace(worker=worker, plan=plan, options=options, stats=stats, tracked=tracked)
 
 
 class Job:
@@ -49,7 +48,7 @@ class Job:
 def side(parts, monkeypatch):
     """A worker with one load of two blocks under way, that waits for nothing."""
     made = parts.worker.WorkerSide(parts.options.Options(), None, None, WHOLE, 0, True, parts.stats.Stats())
-    monkeypatch.setattr(parts.landing, "LONGEST_LOAD_WAIT_S", 0.0)
+    monkeypatch.setattr(parts.worker, "LONGEST_LOAD_WAIT_S", 0.0)
     load = parts.plan.LoadPlan(req_id="r", hashes=[b"1", b"2"], block_ids=[3, 4], num_engine_tokens=0)
     made.load = made.loads["r"] = parts.worker.Running(load, None, Job(), 0.0)
     return made
@@ -113,28 +112,18 @@ def test_blocks_of_a_preempted_request_are_given_away_after_its_load(side, idle,
 
 
 def test_blocks_of_an_ended_request_are_freed_after_its_load(side, idle, parts):
-    request = SimpleNamespace(request_id="r")
-    scheduler = parts.scheduler.SchedulerSide(
-        parts.options.Options(),
-        16,
-        1,
-        loads=True,
-        saves=True,
-        publishes=False,
-        emits_events=False,
-        stats=parts.stats.Stats(),
-    )
-    scheduler.tracked["r"] = parts.tracked.Tracked(request, is_loading=True)
+    scheduler, asked = scheduler_side(), request()
+    scheduler.tracked["r"] = parts.tracked.Tracked(asked, is_loading=True)
     side.load.queued.set()
     _, received = side.poll(idle)
     scheduler.heard(received, side.take_report())
-    assert scheduler.ended(request, [])[0], "vLLM has to keep its blocks"
+    assert scheduler.ended(asked, [])[0], "vLLM has to keep its blocks"
     side.begin(scheduler.next_plan)
     assert side.poll(idle) == (set(), set())
     side.load.job.ended.set()
     assert side.poll(idle) == ({"r"}, set())
     scheduler.heard(set(), side.take_report())
-    assert not scheduler.ending
+    assert not scheduler.ending.requests
     assert not scheduler.tracked
 
 

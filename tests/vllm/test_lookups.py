@@ -8,6 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from sides import scheduler_side
 
 from kvstore.client.results import Match
 
@@ -18,12 +19,16 @@ SIZE = 16
 def parts():
     """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
     import kvstore
-    from kvstore.integrations.vllm import plan, stats
+    from kvstore.integrations.vllm import options, stats
     from kvstore.integrations.vllm.scheduler_side import keys, lookups
 
     shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
     return SimpleNamespace(
-        keys=keys, lookups=lookups, plan=plan, stats=stats, space=kvstore.Namespace(model="m", shape=shape)
+        keys=keys,
+        lookups=lookups,
+        stats=stats,
+        options=options.Options(lookup_wait_s=5.0),
+        space=kvstore.Namespace(model="m", shape=shape),
     )
 
 
@@ -54,7 +59,7 @@ def make(parts):
 
     def lookups(client):
         link = SimpleNamespace(client=lambda: client)
-        made.append(parts.lookups.Lookups(link, True, 5.0, parts.stats.Stats(), parts.plan.Wakeup()))
+        made.append(parts.lookups.Lookups(link, parts.options, parts.stats.Stats(), threading.Event()))
         return made[-1]
 
     def question(tokens, is_lookup=True, **more):
@@ -101,15 +106,15 @@ def test_hashes_for_saves_leave_the_step_after_an_answer_alone_and_questions_do_
         raise queue.Empty
 
     monkeypatch.setattr(lookups, "_questions", SimpleNamespace(get=get, put=lambda question: None))
-    assert lookups.next_number() is asked
+    assert lookups.next_question() is asked
     lookups.late.append((100.002, late))
-    assert lookups.next_number() is late
+    assert lookups.next_question() is late
     assert waited_s == [None, pytest.approx(0.002)]
     lookups.late.append((100.002, late))
     now_s[0] = 100.01
-    assert lookups.next_number() is asked, "who waits for an answer comes first"
+    assert lookups.next_question() is asked, "who waits for an answer comes first"
     now_s[0] = 100.1
-    assert lookups.next_number() is late
+    assert lookups.next_question() is late
     assert waited_s[2:] == [0.0]
 
 
@@ -117,10 +122,10 @@ def test_what_surely_is_nowhere_is_answered_at_once_and_hashed_when_told(make, p
     client = Client(parts.space.block_hashes(range(4 * SIZE)), says_absent=True)
     lookups, new, known = make.lookups(client), make.question([*range(1, 5 * SIZE)]), make.question([*range(4 * SIZE)])
     lookups.ask(new)
-    assert (new.done, new.is_immediate, new.num_blocks, new.hashes) == (True, True, 0, None)
+    assert (new.done, new.is_given, new.num_blocks, new.hashes) == (True, True, 0, None)
     assert lookups.num_unhashed_tokens == 5 * SIZE - 1
     lookups.ask(known)
-    assert not known.is_immediate
+    assert not known.is_given
     eventually(lambda: known.done, 5)
     assert known.num_blocks == 4
     assert client.asked == [1, 4], "of the new one nobody was asked"
@@ -194,13 +199,8 @@ def test_a_prompt_that_cannot_be_hashed_is_computed_and_the_next_is_answered(mak
 @pytest.fixture
 def side(parts):
     """A scheduler's half without a store, whose answers are given by hand: `side.asked` has the questions."""
-    from kvstore.integrations.vllm.options import Options
-    from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
-
-    made = SchedulerSide(
-        Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
-    )
-    made.asked, made.space = [], parts.space
+    made = scheduler_side()
+    made.asked = []
     made.handoffs = SimpleNamespace(begin=lambda tracked: None, plan=lambda *args: None, end=lambda *args: None)
     made.lookups = SimpleNamespace(ask=made.asked.append, is_held_up=lambda: False, num_unhashed_tokens=0)
     return made
@@ -230,7 +230,7 @@ def answer_at_once(side):
 
     def ask(question):
         side.asked.append(question)
-        question.done = question.is_immediate = True
+        question.done = question.is_given = True
 
     side.lookups.ask = ask
 
@@ -273,29 +273,24 @@ def test_hashes_wait_for_the_launches_of_a_step_that_takes_longer(side, num_comp
     assert bool(hashed) != is_late
     if is_late:
         sent = pickle.loads(pickle.dumps(plan))
-        sent.launched()
-        assert not hashed, "in another process it is nothing"
-        plan.launched()
+        assert sent.launched.value is None, "in another process it is nothing"
+        assert not hashed
+        plan.launched.value()
     assert hashed == [True]
 
 
 @pytest.fixture
 def ended(parts):
     """A request that ended before its hashes were made: what the scheduler then plans for the next step."""
-    from kvstore.integrations.vllm.options import Options
-    from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
     from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 
-    side = SchedulerSide(
-        Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
-    )
-    side.space = parts.space
+    side = scheduler_side()
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=list(range(64)), num_prompt_tokens=64, num_computed_tokens=64
     )
     question = SimpleNamespace(hashes=None, num_blocks=0, done=True)
     tracked = side.tracked["r"] = Tracked(request, question=question, block_ids=[5, 6, 7, 8])
-    side.plan_save(side.next_plan.saves, "r", 0, 50)
+    side.saving.plan(side.next_plan.saves, tracked, 0, 50)
     assert not side.next_plan.saves
     question.hashes = parts.space.block_hashes(range(64))
     return SimpleNamespace(side=side, request=request, tracked=tracked)
@@ -322,7 +317,8 @@ def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended,
 
     ended.side.ended(ended.request, [5, 6, 7, 8])
     if is_cleared:
-        ended.side.reset()
+        ended.side.link = SimpleNamespace(clear=lambda: True)
+        assert ended.side.reset()
     worker, begun = WorkerSide(Options(), None, None, WHOLE, 0, True, parts.stats.Stats()), []
     monkeypatch.setattr(worker, "begin_save", begun.append)
     worker.begin(ended.side.next_plan)

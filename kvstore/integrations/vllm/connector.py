@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvstore.errors import ConfigError
-from kvstore.integrations.vllm.options import Options, SavePolicy
+from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.plan import StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
-from kvstore.integrations.vllm.space import check_block_size, check_engine, has_names_of_media, part_of
+from kvstore.integrations.vllm.space import check_engine, has_names_of_media, part_of
 from kvstore.integrations.vllm.stats import RaykvStats, Stats
 from kvstore.integrations.vllm.worker_side.worker import WorkerSide
 
@@ -21,20 +20,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _timed(
-    method: Callable[Concatenate[RaykvConnector, P], T],
-) -> Callable[Concatenate[RaykvConnector, P], T]:
+def _timed(method: Callable[Concatenate[RaykvConnector, P], T]) -> Callable[Concatenate[RaykvConnector, P], T]:
     """Measure how long a call keeps the scheduler."""
-    names = ("scheduler", method.__name__)
 
+    @functools.wraps(method)
     def timed(self: RaykvConnector, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        begin_s = time.perf_counter()
-        try:
+        with self.stats.timed("scheduler", method.__name__):
             return method(self, *args, **kwargs)
-        finally:
-            self.stats.time_each(names, time.perf_counter() - begin_s)
 
-    functools.update_wrapper(timed, method)
     return timed
 
 
@@ -49,14 +42,13 @@ class RaykvConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         options = Options.parse(transfer.kv_connector_extra_config)
-        spec = check_engine(vllm_config, kv_cache_config)
-        check_block_size(options.block_size, int(spec.block_size))
-        part_of(vllm_config, 0, 0)
+        spec = check_engine(vllm_config, kv_cache_config, options)
+        part_of(vllm_config, 0, 0)  # Refuses a number of ranks that does not fit.
         #: Counts and times of this half; `total()` has everything since the start.
         self.stats = Stats()
         self._is_closed = False
-        self.scheduler_side: SchedulerSide | None = None
-        self.worker_side: WorkerSide | None = None
+        self.scheduler_side: SchedulerSide
+        self.worker_side: WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             events = getattr(vllm_config, "kv_events_config", None)
             self.scheduler_side = SchedulerSide(
@@ -64,8 +56,7 @@ class RaykvConnector(KVConnectorBase_V1):
                 int(spec.block_size),
                 int(vllm_config.parallel_config.world_size),
                 loads=bool(transfer.is_kv_consumer),
-                saves=bool(transfer.is_kv_producer) and options.save is not SavePolicy.NONE,
-                publishes=bool(transfer.is_kv_producer),
+                produces=bool(transfer.is_kv_producer),
                 emits_events=bool(getattr(events, "enable_kv_cache_events", False)),
                 stats=self.stats,
                 names_media=has_names_of_media(vllm_config),
@@ -75,7 +66,9 @@ class RaykvConnector(KVConnectorBase_V1):
                 ),
             )
         else:
-            tp_rank, pp_rank = _ranks()
+            from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+            tp_rank, pp_rank = int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
             part, is_saver = part_of(vllm_config, tp_rank, pp_rank)
             rank = pp_rank * int(vllm_config.parallel_config.tensor_parallel_size) + tp_rank
             self.worker_side = WorkerSide(options, vllm_config, spec, part, rank, is_saver, self.stats)
@@ -90,9 +83,8 @@ class RaykvConnector(KVConnectorBase_V1):
         if self._is_closed:
             return
         self._is_closed = True
-        for side in (self.scheduler_side, self.worker_side):
-            if side is not None:
-                side.close()
+        side = self.scheduler_side if self.role is KVConnectorRole.SCHEDULER else self.worker_side
+        side.close()
 
     # The scheduler's half.
 
@@ -106,77 +98,75 @@ class RaykvConnector(KVConnectorBase_V1):
                 "RaykvConnector: wanted workers that all hold the same kind of blocks, got different ones: "
                 f"{sorted({str(hello.space) for hello in found})}; give every pipeline stage the same number of layers"
             )
-        self._side().open(found)
+        self.scheduler_side.open(found)
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
-        """Take in the workers' findings, keyed by pipeline and tensor rank."""
-        self.set_xfer_handshake_metadata(metadata)
+    set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata  # vLLM's name for it with pipeline stages.
 
     @_timed
     def on_new_request(self, request: Any) -> None:
         """Begin to look up a request before vLLM asks for the result."""
-        self._side().begin(request)
+        self.scheduler_side.begin(request)
 
     @_timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens the store has beyond the engine's; None while that is not known."""
-        return self._side().match(request, num_computed_tokens)
+        return self.scheduler_side.match(request, num_computed_tokens)
 
     @_timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load."""
-        self._side().allocated(request, blocks, num_external_tokens)
+        self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
     @_timed
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """Return the workers' plan for this step."""
-        return self._side().plan(scheduler_output)
+        return self.scheduler_side.plan(scheduler_output)
 
     @_timed
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report."""
         report = connector_output.kv_connector_worker_meta
         received = set(connector_output.finished_recving or ())
-        self._side().heard(received, report if isinstance(report, WorkerReport) else None)
+        self.scheduler_side.heard(received, report if isinstance(report, WorkerReport) else None)
 
     @_timed
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return whether vLLM must keep a request's blocks, and the params for the decode engine."""
-        return self._side().ended(request, block_ids)
+        return self.scheduler_side.ended(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM should run steps without requests, so that the end of the last saves is reported."""
-        return self._side().ending.has_news_to_come
+        return any(tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be freed soon, so that vLLM need not preempt other requests."""
-        return self._side().ending.has_pending_frees
+        return any(not tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
 
     def take_events(self) -> Iterable[Any]:
         """Return KV cache events of blocks that came into the store since the last call."""
-        return self._side().take_events()
+        return self.scheduler_side.take_events()
 
     def reset_cache(self) -> bool:
         """Make all blocks of this engine's namespace a miss on every node, after weights changed."""
-        return self._side().reset()
+        return self.scheduler_side.reset()
 
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the engine's tensors."""
-        self._rank().register(kv_caches)
+        self.worker_side.cache.register(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerHello | None:
         """Return what the scheduler's half needs to know about the tensors; None before they are registered."""
-        return self._rank().hello()
+        return self.worker_side.hello()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """End the copies of blocks that are about to be overwritten."""
-        self._rank().settle(kv_connector_metadata)
+        self.worker_side.settle(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the loads of this step."""
-        self._rank().begin(self._get_connector_metadata())
+        self.worker_side.begin(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: no request is computed before all of its blocks are there."""
@@ -186,21 +176,21 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Start the saves of this step."""
-        self._rank().save(self._get_connector_metadata())
+        self.worker_side.save(self._get_connector_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return ended requests whose blocks vLLM may free, and requests whose load is received."""
-        self._rank().publishing.forget(finished_req_ids)
-        sent, received = self._rank().poll(self._get_connector_metadata())
+        self.worker_side.publishing.forget(finished_req_ids)
+        sent, received = self.worker_side.poll(self._get_connector_metadata())
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill."""
-        return self._rank().take_failed_block_ids()
+        return self.worker_side.take_failed_block_ids()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return this step's report to the scheduler's half; None if it is empty."""
-        return self._rank().take_report()
+        return self.worker_side.take_report()
 
     # Both.
 
@@ -212,18 +202,3 @@ class RaykvConnector(KVConnectorBase_V1):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RaykvStats:
         """Rebuild stats from the data that vLLM passed between processes."""
         return RaykvStats(data)
-
-    def _side(self) -> SchedulerSide:
-        assert self.scheduler_side is not None, "vLLM called a worker's connector as the scheduler's"
-        return self.scheduler_side
-
-    def _rank(self) -> WorkerSide:
-        assert self.worker_side is not None, "vLLM called the scheduler's connector as a worker's"
-        return self.worker_side
-
-
-def _ranks() -> tuple[int, int]:
-    """Return this worker's tensor- and pipeline-parallel rank."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    return int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)

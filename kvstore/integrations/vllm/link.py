@@ -46,10 +46,8 @@ class StoreLink:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        #: How often a new client replaced one whose store had ended.
-        self.num_reopened = 0
         try:
-            self.store = connect(options.store, address=options.address)
+            self._store = connect(options.store, address=options.address)
             self._client: Client | None = self._open()
         except StoreNotRunning as error:
             raise StoreNotRunning(
@@ -76,6 +74,16 @@ class StoreLink:
             self._thread.start()
         logger.warning("the store is away; prompts are computed until it is back")
 
+    def clear(self) -> bool:
+        """Make all blocks of the namespace a miss on every node; returns whether all nodes were asked."""
+        try:
+            num_blocks = self._store.clear(self._space)
+        except KVStoreError:
+            logger.exception("the store could not be cleared")
+            return False
+        logger.info("cleared %d blocks of the store", num_blocks)
+        return True
+
     def close(self) -> None:
         """Close the client; may be called again."""
         self._stopping.set()
@@ -87,7 +95,7 @@ class StoreLink:
             client.close(_CLOSE_S)
 
     def _open(self) -> Client:
-        client = self.store.client(self._space, self._part, node_id=self._options.node_id)
+        client = self._store.client(self._space, self._part, node_id=self._options.node_id)
         try:
             self._on_open(client)
         except BaseException:
@@ -114,7 +122,7 @@ class StoreLink:
                 continue
             with self._lock:
                 if not self._stopping.is_set():
-                    self._client, self.num_reopened = client, self.num_reopened + 1
+                    self._client = client
                     logger.warning("the store is back, with an empty memory")
                     return
             client.close(_CLOSE_S)

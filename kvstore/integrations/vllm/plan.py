@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -17,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.integrations.vllm.handover import Desk
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,59 +48,23 @@ class SavePlan:
         req_id: the request.
         hashes: from the root of the chain on, so that blocks evicted meanwhile are stored again.
         block_ids: the engine's blocks for their tokens.
+        tickets: under which each worker publishes these blocks instead, by rank, to hand them off.
     """
 
     req_id: str
     hashes: BlockHashes
     block_ids: list[int]
+    tickets: tuple[HandoffTicket, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishPlan:
-    """Blocks of one prompt to hand off, whose last ones are computed in this step.
+class Local(Generic[T]):
+    """A value for code in the same process; a pickled copy has None."""
 
-    Args:
-        req_id: the request.
-        tickets: under which each worker publishes, by rank.
-        block_ids: the engine's blocks for their tokens.
-    """
+    def __init__(self, value: T | None = None) -> None:
+        self.value = value
 
-    req_id: str
-    tickets: tuple[HandoffTicket, ...]
-    block_ids: list[int]
-
-
-class Wakeup(threading.Event):
-    """Ends the wait of a worker that shares the scheduler's process; a pickled copy is never set.
-
-    Args:
-        is_shared: False for a pickled copy, which the scheduler's half cannot set.
-    """
-
-    def __init__(self, is_shared: bool = True) -> None:
-        super().__init__()
-        self.is_shared = is_shared
-
-    def __reduce__(self) -> tuple[type[Wakeup], tuple[bool]]:
-        return Wakeup, (False,)
-
-
-class Hook:
-    """Runs a function in a worker that shares the scheduler's process; a pickled copy does nothing.
-
-    Args:
-        call: the function.
-    """
-
-    def __init__(self, call: Callable[[], None] = lambda: None) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        """Call the function."""
-        self._call()
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
+    def __reduce__(self) -> tuple[type[Local[T]], tuple[()]]:
+        return Local, ()
 
 
 class Copies(Protocol):
@@ -121,20 +87,6 @@ class Copies(Protocol):
         """Return whether no load of a request is landing any more; waits up to `wait_s` for that."""
 
 
-class Door:
-    """Access to a worker's copies within one process; a pickled copy has none.
-
-    Args:
-        copies: of the worker; None for a pickled copy.
-    """
-
-    def __init__(self, copies: Copies | None = None) -> None:
-        self.copies = copies
-
-    def __reduce__(self) -> tuple[type[Door], tuple[()]]:
-        return Door, ()
-
-
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
     """The message of the scheduler's half to the workers for one step.
@@ -142,7 +94,7 @@ class StepPlan(KVConnectorMetadata):
     Args:
         loads: to begin in this step.
         saves: to begin when this step is computed.
-        publications: to begin when this step is computed.
+        publications: to begin when this step is computed, before the saves.
         withdrawn: requests whose tickets no engine will get.
         late_saves: to begin at once, as their blocks were computed in earlier steps.
         settle: requests whose blocks are overwritten in this step; none of their saves may still read them.
@@ -150,14 +102,14 @@ class StepPlan(KVConnectorMetadata):
         is_computing: whether any token is computed in this step.
         num_waiting: requests that wait for an answer of the store.
         num_unhashed_tokens: prompt tokens of those waiting requests that have no hashes yet.
-        answered: set when the store has answered.
-        launched: called when all of the step is launched.
+        answered: set when the store has answered; a worker that shares the scheduler's process can wait for it.
+        launched: called when all of the step is launched, by a worker that shares the scheduler's process.
         drop_saves: the cache was cleared: blocks computed before that must not be stored any more.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
-    publications: list[PublishPlan] = field(default_factory=list)
+    publications: list[SavePlan] = field(default_factory=list)
     withdrawn: set[str] = field(default_factory=set)
     late_saves: list[SavePlan] = field(default_factory=list)
     settle: set[str] = field(default_factory=set)
@@ -165,8 +117,8 @@ class StepPlan(KVConnectorMetadata):
     is_computing: bool = False
     num_waiting: int = 0
     num_unhashed_tokens: int = 0
-    answered: Wakeup | None = None
-    launched: Hook | None = None
+    answered: Local[threading.Event] = field(default_factory=Local)
+    launched: Local[Callable[[], None]] = field(default_factory=Local)
     drop_saves: bool = False
 
 
@@ -197,20 +149,15 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
     def aggregate(self, other: Any) -> WorkerReport:
-        """Return this report merged with another one of the same step."""
-        failed = dict(self.failed_loads)
+        """Add another worker's report of the same step."""
         for req_id, num_tokens in other.failed_loads.items():
-            failed[req_id] = min(num_tokens, failed.get(req_id, num_tokens))
-        landing = Counter(self.landing)
-        landing.update(other.landing)  # The operator + would drop negative counts.
-        return WorkerReport(
-            saves_ended=self.saves_ended + other.saves_ended,
-            landing=landing,
-            failed_loads=failed,
-            stored=self.stored + other.stored,
-            num_drops=self.num_drops + other.num_drops,
-            desks=self.desks | other.desks,
-        )
+            self.failed_loads[req_id] = min(num_tokens, self.failed_loads.get(req_id, num_tokens))
+        self.saves_ended.update(other.saves_ended)
+        self.landing.update(other.landing)  # The operator += would drop negative counts.
+        self.stored += other.stored
+        self.num_drops += other.num_drops
+        self.desks |= other.desks
+        return self
 
 
 @dataclass(slots=True)
@@ -220,11 +167,11 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     Args:
         space: namespace of this engine's blocks; all workers must have found the same.
         desks: where this worker publishes, by its rank.
-        launcher_pid: the process that launches its steps on a GPU; 0 where they run on the CPU.
-        door: to its copies, for a scheduler in the same process.
+        is_on_gpu: whether it launches its steps on a GPU.
+        copies: its copies, for a scheduler in the same process.
     """
 
     space: Namespace
     desks: dict[int, Desk] = field(default_factory=dict)
-    launcher_pid: int = 0
-    door: Door = field(default_factory=Door)
+    is_on_gpu: bool = False
+    copies: Local[Copies] = field(default_factory=Local)

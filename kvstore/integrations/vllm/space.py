@@ -21,7 +21,7 @@ _NOT_OF_KV = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "
 """Config keys that change no KV: a model's origin and the labels of its head. `_variant` has the dtype by itself."""
 
 
-def check_engine(config: Any, kv_cache_config: Any) -> Any:
+def check_engine(config: Any, kv_cache_config: Any, options: Options) -> Any:
     """Refuse an engine whose KV the store cannot hold yet; returns the spec of its one KV cache group.
 
     Raises:
@@ -50,6 +50,12 @@ def check_engine(config: Any, kv_cache_config: Any) -> Any:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"RaykvConnector: wanted {name}=1, got {getattr(parallel, name)}; set it to 1")
+    stored, engine = options.block_size or int(spec.block_size), int(spec.block_size)
+    if stored % engine and engine % stored:
+        raise ConfigError(
+            f"kv_connector_extra_config['block_size']: wanted a multiple or a divisor of the engine's {engine} tokens, "
+            f"got {stored}; set a divisor of both engines' sizes to share between them"
+        )
     return spec
 
 
@@ -63,21 +69,6 @@ def has_names_of_media(config: Any) -> bool:
     if media is None or getattr(config.cache_config, "enable_prefix_caching", False):
         return True
     return float(getattr(media, "mm_processor_cache_gb", 0) or 0) > 0
-
-
-def check_block_size(stored: int, engine: int) -> int:
-    """Return the stored block size: the configured one, or else the engine's.
-
-    Raises:
-        ConfigError: neither size divides the other.
-    """
-    stored = stored or engine
-    if stored % engine and engine % stored:
-        raise ConfigError(
-            f"kv_connector_extra_config['block_size']: wanted a multiple or a divisor of the engine's {engine} tokens, "
-            f"got {stored}; set a divisor of both engines' sizes to share between them"
-        )
-    return stored
 
 
 def part_of(config: Any, tp_rank: int, pp_rank: int) -> tuple[Part, bool]:
@@ -106,15 +97,11 @@ def in_order_of_layers(caches: Mapping[str, Any]) -> dict[str, Any]:
     def numbers(name: str) -> tuple[list[int], str]:
         return [int(digits) for digits in re.findall(r"\d+", name)], name
 
-    found: dict[str, Any] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+    found: dict[tuple[int, tuple[int, ...]], tuple[str, Any]] = {}
     for name in sorted(caches, key=numbers):
         tensor = caches[name]
-        place = (tensor.data_ptr(), tuple(tensor.shape)) if hasattr(tensor, "data_ptr") else (id(tensor), ())
-        if place not in seen:
-            seen.add(place)
-            found[name] = tensor
-    return found
+        found.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor))
+    return dict(found.values())
 
 
 def planes_of(tensors: Sequence[Any], spec: Any) -> Planes:
@@ -151,7 +138,8 @@ def make_space(config: Any, spec: Any, options: Options, tensors: Sequence[Any],
     """
     model, parallel = config.model_config, config.parallel_config
     pp_size = int(parallel.pipeline_parallel_size)
-    block_size, engine_size = check_block_size(options.block_size, int(spec.block_size)), int(spec.block_size)
+    engine_size = int(spec.block_size)
+    block_size = options.block_size or engine_size
     if order and block_size % engine_size:
         raise ConfigError(
             f"kv_connector_extra_config['block_size']: wanted a multiple of the engine's {engine_size} tokens, got "
@@ -191,6 +179,9 @@ def _variant(config: Any, order: str) -> str:
             "dict, or name the result with kv_connector_extra_config['model']"
         )
     draft = getattr(config, "speculative_config", None)
+    hf_config = getattr(model, "hf_config", None)
+    settings = hf_config.to_dict() if hf_config is not None else {}
+    kept = {key: value for key, value in settings.items() if key not in _NOT_OF_KV}
     fields = {
         "cache": str(config.cache_config.cache_dtype),
         "dtype": str(model.dtype),
@@ -202,7 +193,7 @@ def _variant(config: Any, order: str) -> str:
         "dummy": str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy",
         "order": order,
         "draft": _place_of(getattr(draft, "model", None) or ""),
-        "config": _config_digest(model),
+        "config": sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest(),
         "rope": _length_of_rope(model),
     }
     return json.dumps(fields, sort_keys=True, default=str)
@@ -224,14 +215,6 @@ def _settings_of_media(model: Any) -> dict[str, Any]:
 def _place_of(name: Any) -> str:
     """Return a model's name, or a local folder's real path: a relative path names other folders elsewhere."""
     return os.path.realpath(name) if os.path.exists(str(name)) else str(name)
-
-
-def _config_digest(model: Any) -> str:
-    """Return the SHA-256, in hex, of the model's config without the keys that change no KV."""
-    config = getattr(model, "hf_config", None)
-    found = config.to_dict() if config is not None else {}
-    fields = {key: value for key, value in found.items() if key not in _NOT_OF_KV}
-    return sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _length_of_rope(model: Any) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -17,10 +17,6 @@ _NUM_BUCKETS = 95
 _INTERVAL_S = 0.5
 
 
-def _bucket(seconds: float) -> int:
-    return min(max(math.ceil(math.log(max(seconds, 1e-9) * 1e6, _STEP)), 0), _NUM_BUCKETS - 1)
-
-
 class Stats:
     """Counts and times of one half of a connector; any thread may use it.
 
@@ -29,46 +25,36 @@ class Stats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._total = RaykvStats()
+        self._taken = RaykvStats()  # Everything up to the last `take`.
         self._since = RaykvStats()
         self._taken_s = time.monotonic()
 
     def count(self, name: str, by: int | float = 1) -> None:
         """Add to a count."""
         with self._lock:
-            for stats in (self._total, self._since):
-                stats.data["counts"][name] = stats.data["counts"].get(name, 0) + by
+            self._since.count(name, by)
 
     def time(self, name: str, seconds: float) -> None:
         """Count one event and how long it took."""
-        self.time_each((name,), seconds)
-
-    def time_each(self, names: Iterable[str], seconds: float) -> None:
-        """Count one event under several names."""
-        bucket = str(_bucket(seconds))
+        exponent = math.ceil(math.log(max(seconds, 1e-9) * 1e6, _STEP))
+        bucket = str(min(max(exponent, 0), _NUM_BUCKETS - 1))
         with self._lock:
-            for name in names:
-                for stats in (self._total, self._since):
-                    times = stats.data["times"].get(name)
-                    if times is None:
-                        times = stats.data["times"][name] = {"max_s": 0.0, "sum_s": 0.0, "buckets": {}}
-                    times["max_s"] = max(times["max_s"], seconds)
-                    times["sum_s"] += seconds
-                    times["buckets"][bucket] = times["buckets"].get(bucket, 0) + 1
+            self._since.add_times(name, {"max_s": seconds, "sum_s": seconds, "buckets": {bucket: 1}})
 
     @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Count and time the body."""
+    def timed(self, *names: str) -> Iterator[None]:
+        """Count and time the body, under each of some names."""
         begin_s = time.perf_counter()
         try:
             yield
         finally:
-            self.time(name, time.perf_counter() - begin_s)
+            for name in names:
+                self.time(name, time.perf_counter() - begin_s)
 
     def total(self) -> dict[str, int | float]:
         """Return counts, and p50, p99 and maximum of each time in milliseconds, since the start; flat."""
         with self._lock:
-            return self._total.reduce()
+            return RaykvStats().aggregate(self._taken).aggregate(self._since).reduce()
 
     def take(self) -> RaykvStats | None:
         """Return the counts and times since the last call; None if there are none, or it was too short ago."""
@@ -76,6 +62,7 @@ class Stats:
             return None
         with self._lock:
             taken, self._since, self._taken_s = self._since, RaykvStats(), time.monotonic()
+            self._taken.aggregate(taken)
         return None if taken.is_empty() else taken
 
 
@@ -99,16 +86,24 @@ class RaykvStats(KVConnectorStats):
         """Whether nothing was counted."""
         return not self.data["counts"] and not self.data["times"]
 
+    def count(self, name: str, by: int | float) -> None:
+        """Add to a count."""
+        self.data["counts"][name] = self.data["counts"].get(name, 0) + by
+
+    def add_times(self, name: str, times: Mapping[str, Any]) -> None:
+        """Add events with a name, in the format of `data`."""
+        mine = self.data["times"].setdefault(name, {"max_s": 0.0, "sum_s": 0.0, "buckets": {}})
+        mine["max_s"] = max(mine["max_s"], times["max_s"])
+        mine["sum_s"] += times["sum_s"]
+        for bucket, number in times["buckets"].items():
+            mine["buckets"][bucket] = mine["buckets"].get(bucket, 0) + number
+
     def aggregate(self, other: Any) -> RaykvStats:
         """Add the counts and times of another worker or interval."""
         for name, number in other.data["counts"].items():
-            self.data["counts"][name] = self.data["counts"].get(name, 0) + number
-        for name, theirs in other.data["times"].items():
-            mine = self.data["times"].setdefault(name, {"max_s": 0.0, "sum_s": 0.0, "buckets": {}})
-            mine["max_s"] = max(mine["max_s"], theirs["max_s"])
-            mine["sum_s"] += theirs["sum_s"]
-            for bucket, number in theirs["buckets"].items():
-                mine["buckets"][bucket] = mine["buckets"].get(bucket, 0) + number
+            self.count(name, number)
+        for name, times in other.data["times"].items():
+            self.add_times(name, times)
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -8,11 +8,11 @@ keeps the blocks until it is notified of the copies' end. Why: docs/adr/0022-blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from kvstore.integrations.vllm.plan import Copies, Door, StepPlan
+from kvstore.integrations.vllm.plan import Copies, StepPlan
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 
 #: Wait for the load of an ended request: its last token was computed behind the copies; only the report is missing.
@@ -32,44 +32,21 @@ class Ending:
         self._engine_block_size, self._num_workers, self._keeps_memory = engine_block_size, num_workers, keeps_memory
         #: One for each worker; empty if any worker is in another process.
         self._copies: list[Copies] = []
-        self._requests: dict[str, Tracked] = {}
+        self.requests: dict[str, Tracked] = {}
         #: Blocks that were given to requests since the last step was planned.
         self._given: set[int] = set()
         #: Whether blocks were given without their ids, as older vLLMs do for another connector beside this one.
         self._is_blind = False
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Tracked]:
-        return iter(self._requests.values())
-
-    def __contains__(self, req_id: str) -> bool:
-        return req_id in self._requests
-
-    def get(self, req_id: str) -> Tracked | None:
-        """Return the state of an ended request that is still tracked here, or None."""
-        return self._requests.get(req_id)
-
-    def open(self, doors: Sequence[Door]) -> None:
-        """Take in the doors to the workers' copies."""
-        found = [door.copies for door in doors if door.copies is not None]
+    def open(self, copies: Sequence[Copies | None]) -> None:
+        """Take in each worker's copies; None for a worker in another process."""
+        found = [each for each in copies if each is not None]
         self._copies = found if len(found) == self._num_workers else []
-
-    @property
-    def has_pending_frees(self) -> bool:
-        """Whether vLLM keeps blocks until copies end."""
-        return any(not tracked.is_freed for tracked in self)
-
-    @property
-    def has_news_to_come(self) -> bool:
-        """Whether vLLM should run steps, although it keeps no blocks, so that the end of copies is reported."""
-        return any(tracked.is_freed for tracked in self)
 
     def add(self, plan: StepPlan, tracked: Tracked) -> bool:
         """Take in a request with copies under way; returns whether vLLM has to keep its blocks."""
         req_id = tracked.request.request_id
-        self._requests[req_id] = tracked
+        self.requests[req_id] = tracked
         # A landing load still writes, so it is waited for; the last token was computed behind it.
         if self._copies and self._keeps_memory:
             tracked.is_freed = not tracked.num_landing or all(
@@ -86,13 +63,9 @@ class Ending:
                 each.begin_save(save)
         return False
 
-    def forget(self, req_id: str) -> None:
-        """Forget a request whose copies have all ended."""
-        self._requests.pop(req_id, None)
-
     def given(self, blocks: Any, num_engine_tokens: int) -> None:
         """Note the blocks that a request was given; it only reads those of its hit in the engine's own cache."""
-        if self._requests:
+        if self.requests:
             ids = blocks.get_block_ids()[0]
             self._is_blind = self._is_blind or not ids
             self._given.update(ids[num_engine_tokens // self._engine_block_size :])
@@ -111,15 +84,11 @@ class Ending:
         is_blind, self._is_blind = self._is_blind, False
         for each in self._copies if plan.settle else ():
             each.end_saves(plan.settle)  # Some model runners write to new blocks before they notify the workers.
-        freed = [tracked for tracked in self if tracked.is_freed and tracked.num_saves_open]
-        if not freed:
-            return
-        for ids in new_block_ids:
-            given.update(ids[0] if ids else ())
+        given.update(*(ids[0] for ids in new_block_ids if ids))
         taken = {
-            tracked.request.request_id: tracked
-            for tracked in freed
-            if is_blind or not given.isdisjoint(tracked.block_ids)
+            req_id: tracked
+            for req_id, tracked in self.requests.items()
+            if tracked.is_freed and tracked.num_saves_open and (is_blind or not given.isdisjoint(tracked.block_ids))
         }
         if not taken:
             return
@@ -132,7 +101,7 @@ class Ending:
         for req_id, tracked in taken.items():
             tracked.block_ids = []  # They belong to other requests now.
             if not tracked.is_copied:
-                self.forget(req_id)
+                del self.requests[req_id]
 
     def drop_saves(self) -> None:
         """End all saves at once where workers share this process: they are of no use, or memory goes away."""

@@ -13,7 +13,7 @@ from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, Handover
-from kvstore.integrations.vllm.plan import PublishPlan, StepPlan
+from kvstore.integrations.vllm.plan import SavePlan, StepPlan
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 from kvstore.integrations.vllm.stats import Stats
 
@@ -47,18 +47,12 @@ class HandoffSide:
 
     def begin(self, tracked: Tracked) -> None:
         """Read the params of a new request; it goes on without params that are of no use."""
-        request = tracked.request
-        params = getattr(request, "kv_transfer_params", None)
+        params = getattr(tracked.request, "kv_transfer_params", None)
         if params is None:
             return
         if not isinstance(params, Mapping):  # vLLM does not check what came over HTTP.
-            self._stats.count("num_bad_tickets")
-            logger.error(
-                "request %s goes on without its kv_transfer_params: wanted a mapping, got %s; pass the params of a "
-                "prefill engine on as they are",
-                request.request_id,
-                clip(params),
-            )
+            why = f"wanted a mapping, got {clip(params)}; pass the params of a prefill engine on as they are"
+            self._drop(tracked, f"kv_transfer_params: {why}")
             return
         tracked.may_publish = self._publishes and bool(params.get(DO_DECODE))
         if not params.get(DO_PREFILL) or not tracked.may_load:
@@ -67,17 +61,13 @@ class HandoffSide:
             tracked.arriving = Handover.from_params(params)
             self._check(tracked.arriving)
         except InvalidRequest as error:
-            tracked.arriving = None
-            self._stats.count("num_bad_tickets")
-            logger.error("request %s goes on without its ticket: %s", request.request_id, error)
+            self._drop(tracked, f"ticket: {error}")
 
     def num_arriving(self, tracked: Tracked, hashes: BlockHashes) -> int:
         """Return how many blocks a request has tickets for; drops tickets that are for another prompt."""
         if tracked.arriving is not None and tracked.arriving.is_for(hashes):
             return tracked.arriving.num_blocks
-        tracked.arriving = None
-        self._stats.count("num_bad_tickets")
-        logger.error("request %s goes on without its ticket, which is for another prompt", tracked.request.request_id)
+        self._drop(tracked, "ticket, which is for another prompt")
         return 0
 
     def plan(self, plan: StepPlan, tracked: Tracked, begin: int, end: int) -> None:
@@ -90,13 +80,13 @@ class HandoffSide:
             return
         size = self._space.shape.block_size
         num_blocks = num_tokens // size
-        tracked.leaving = self._name(tracked.hashes[:num_blocks])
+        hashes = tracked.hashes[:num_blocks]
+        tracked.leaving = self._name(hashes)
         if tracked.leaving is None:
             return
         ids = tracked.block_ids[: -(-num_blocks * size // self._engine_block_size)]
-        plan.publications.append(
-            PublishPlan(req_id=tracked.request.request_id, tickets=tracked.leaving.tickets, block_ids=ids)
-        )
+        req_id, tickets = tracked.request.request_id, tracked.leaving.tickets
+        plan.publications.append(SavePlan(req_id=req_id, hashes=hashes, block_ids=ids, tickets=tickets))
         tracked.num_saves_open += self._num_workers
 
     def end(self, plan: StepPlan, tracked: Tracked) -> dict[str, Any] | None:
@@ -107,6 +97,11 @@ class HandoffSide:
             return tracked.leaving.to_params()
         plan.withdrawn.add(tracked.request.request_id)
         return None
+
+    def _drop(self, tracked: Tracked, what: str) -> None:
+        tracked.arriving = None
+        self._stats.count("num_bad_tickets")
+        logger.error("request %s goes on without its %s", tracked.request.request_id, what)
 
     def _name(self, hashes: BlockHashes) -> Handover | None:
         if len(self._desks) < self._num_workers or not len(hashes):

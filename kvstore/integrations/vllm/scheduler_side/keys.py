@@ -20,28 +20,14 @@ from kvstore.blocks.token_bytes import ExtraKey
 _PIECE_TOKENS = 512
 
 
-def has_extra_keys(request: Any) -> bool:
-    """Whether a request's KV depends on more than its tokens."""
-    return bool(
-        request.lora_request
-        or request.mm_features
-        or request.cache_salt
-        or getattr(request, "prompt_embeds", None) is not None
-    )
-
-
-def prompt_tokens(request: Any) -> Sequence[int]:
-    """Return the prompt's tokens; for embeddings they are zeros, and the extra keys have the content."""
-    tokens: Sequence[int] | None = request.prompt_token_ids
-    return [0] * int(request.num_prompt_tokens) if tokens is None else tokens
-
-
 class PromptHashes:
     """The hashes of the full blocks of a request's prompt, made piece by piece."""
 
     def __init__(self, space: Namespace, request: Any) -> None:
-        self._space, self._request, self._tokens = space, request, prompt_tokens(request)
-        self._size = space.shape.block_size
+        self._space, self._request, self._size = space, request, space.shape.block_size
+        tokens: Sequence[int] | None = request.prompt_token_ids
+        # Of embeddings the extra keys have the content.
+        self._tokens = [0] * int(request.num_prompt_tokens) if tokens is None else tokens
         self._runs: list[BlockHashes] = []
         self._num_made = 0
         self.num_tokens = len(self._tokens)
@@ -61,8 +47,7 @@ class PromptHashes:
         """Return the hash of the first block alone; the prompt must have at least one block."""
         if not self._runs:
             self._make(1)
-        first = self._runs[0]
-        return first if len(first) == 1 else first[:1]
+        return self._runs[0][:1]
 
     def advance(self) -> None:
         """Make the next hashes, if any are left; takes a fraction of a millisecond."""
@@ -102,7 +87,8 @@ def hash_blocks(
     Raises:
         InvalidRequest: vLLM counts something as content that is neither text, bytes nor number.
     """
-    if not has_extra_keys(request):
+    has_embeds = getattr(request, "prompt_embeds", None) is not None
+    if not (request.lora_request or request.mm_features or request.cache_salt or has_embeds):
         return space.block_hashes(tokens, parent=parent)
     size, begin = space.shape.block_size, 0 if parent is None else parent.start + len(parent)
     lora = request.lora_request.lora_name if request.lora_request else None

@@ -7,10 +7,12 @@ import logging
 import queue
 import threading
 import time
+from dataclasses import dataclass, field
 
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.integrations.vllm.link import StoreLink
+from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
 from kvstore.integrations.vllm.stats import Stats
 
@@ -26,31 +28,18 @@ _LATE_S, _OVERDUE_S = 0.002, 0.05
 _YIELD_S = 2e-5
 
 
+@dataclass(eq=False)
 class Question:
-    """One request's question, and what is known of the answer so far.
+    """One request's question, and what is known of the answer so far."""
 
-    Args:
-        prompt: makes the hashes of the prompt's full blocks.
-        hashes: of all these blocks, if they are known.
-        is_lookup: whether the store is to be asked too.
-        needs_hashes: whether the answer is useless without the hashes.
-    """
-
-    def __init__(
-        self, prompt: PromptHashes, hashes: BlockHashes | None, *, is_lookup: bool, needs_hashes: bool = False
-    ) -> None:
-        self.prompt, self.is_lookup, self.needs_hashes = prompt, is_lookup, needs_hashes
-        self.asked_s = time.monotonic()
-        #: May be set only after the answer, if nothing is stored.
-        self.hashes = hashes
-        #: Usable prefix in blocks; grows while other nodes are asked.
-        self.num_blocks = 0
-        #: Whether vLLM got the final answer.
-        self.is_given = False
-        #: Whether the answer is final.
-        self.done = False
-        #: Whether the answer was final at once, without a call to the store.
-        self.is_immediate = False
+    prompt: PromptHashes
+    hashes: BlockHashes | None  # of all its full blocks; if nothing is stored, perhaps made only after the answer
+    is_lookup: bool  # whether the store is to be asked too
+    needs_hashes: bool = False  # whether the answer is useless without the hashes
+    asked_s: float = field(default_factory=lambda: time.monotonic())
+    num_blocks: int = 0  # usable prefix; grows while other nodes are asked
+    done: bool = False  # whether the answer is final
+    is_given: bool = False  # whether vLLM got the final answer, or it came at once, without a call to the store
 
     def hash_all(self) -> BlockHashes:
         """Return the hashes of all full blocks; makes them if needed."""
@@ -64,17 +53,14 @@ class Lookups:
 
     Args:
         link: to the store.
-        is_remote: whether blocks that only other nodes have count.
-        wait_s: how long the store may take for an answer.
+        options: the user's.
         stats: gets times and counts.
         answered: set after each answer.
     """
 
-    def __init__(
-        self, link: StoreLink, is_remote: bool, wait_s: float, stats: Stats, answered: threading.Event
-    ) -> None:
-        self._answered = answered
-        self._link, self._is_remote, self._wait_s, self._stats = link, is_remote, wait_s, stats
+    def __init__(self, link: StoreLink, options: Options, stats: Stats, answered: threading.Event) -> None:
+        self._link, self._stats, self._answered = link, stats, answered
+        self._is_remote, self._wait_s = options.remote, options.lookup_wait_s
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         #: Answered questions without all hashes, and when to make these; used by the thread only.
         self.late: collections.deque[tuple[float, Question]] = collections.deque()
@@ -88,7 +74,7 @@ class Lookups:
     def ask(self, question: Question) -> None:
         """Answer a question at once if no store call is needed, else give it to the thread."""
         if self._is_surely_nothing(question):
-            question.done = question.is_immediate = True
+            question.done = question.is_given = True
             if question.hashes is None:
                 self._unhashed.append(question)
             return
@@ -112,10 +98,8 @@ class Lookups:
         """Whether it is known without a wait that nothing is stored for a question."""
         if question.needs_hashes:
             return False
-        if not (question.is_lookup and question.prompt.num_blocks):
-            return True
         client = self._link.client()
-        if client is None:
+        if client is None or not (question.is_lookup and question.prompt.num_blocks):
             return True
         if not question.prompt.is_quick:
             return False
@@ -136,7 +120,7 @@ class Lookups:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (question := self.next_number()) is not None:
+        while (question := self.next_question()) is not None:
             is_late = question.done
             try:
                 if is_late:
@@ -153,7 +137,7 @@ class Lookups:
                 if not is_late:
                     self._answered.set()
 
-    def next_number(self) -> Question | None:
+    def next_question(self) -> Question | None:
         """Wait for a question; hashes that only saves need are made when no question came for a while."""
         while True:
             left_s = self.late[0][0] - time.monotonic() if self.late else None
@@ -194,14 +178,12 @@ class Lookups:
             if question.num_blocks == len(hashes) or not is_remote:
                 return
             question.num_blocks = client.lookup(hashes, timeout_s=wait_s).num_blocks
-        except TransferTimeout as error:
-            self._not_before_s = time.monotonic() + _BACK_OFF_S
-            self._stats.count("num_lookup_errors")
-            logger.info("a lookup had no answer: %s", error)
-        except PeerLost:
-            self._link.lost(client)
-            self._stats.count("num_lookup_errors")
         except KVStoreError as error:
-            self._link.failed(client, error)
             self._stats.count("num_lookup_errors")
             logger.info("a lookup failed: %s", error)
+            if isinstance(error, TransferTimeout):
+                self._not_before_s = time.monotonic() + _BACK_OFF_S
+            elif isinstance(error, PeerLost):
+                self._link.lost(client)
+            else:
+                self._link.failed(client, error)

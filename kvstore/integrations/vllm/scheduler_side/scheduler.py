@@ -7,30 +7,21 @@ from a thread (lookups.py).
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from kvstore.blocks.hashing import Namespace
-from kvstore.errors import KVStoreError
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options, SavePolicy
-from kvstore.integrations.vllm.plan import (
-    Hook,
-    LoadPlan,
-    SavePlan,
-    StepPlan,
-    Wakeup,
-    WorkerHello,
-    WorkerReport,
-)
+from kvstore.integrations.vllm.plan import LoadPlan, Local, StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.scheduler_side.ending import Ending
 from kvstore.integrations.vllm.scheduler_side.events import stored_event
 from kvstore.integrations.vllm.scheduler_side.handoffs import HandoffSide
 from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
 from kvstore.integrations.vllm.scheduler_side.lookups import Lookups, Question
+from kvstore.integrations.vllm.scheduler_side.saving import Saving
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 from kvstore.integrations.vllm.stats import Stats
 
@@ -52,8 +43,7 @@ class SchedulerSide:
         engine_block_size: tokens of vLLM's blocks.
         num_workers: workers that report the end of each load and save.
         loads: whether this engine uses stored blocks.
-        saves: whether it stores what it computes.
-        publishes: whether it may be asked to hand blocks off.
+        produces: whether it stores and hands off what it computes, as options and requests say.
         emits_events: whether KV cache events are enabled.
         stats: gets times and counts.
         names_media: whether equal names mean equal media; if not, requests with media go on without the store.
@@ -67,20 +57,23 @@ class SchedulerSide:
         num_workers: int,
         *,
         loads: bool,
-        saves: bool,
-        publishes: bool,
+        produces: bool,
         emits_events: bool,
         stats: Stats,
         names_media: bool = True,
         keeps_memory: bool = True,
     ) -> None:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
-        self._loads, self._saves, self._publishes = loads, saves, publishes
+        self._loads, self._produces = loads, produces
+        self._saves = produces and options.save is not SavePolicy.NONE
         self._emits_events, self.stats, self._names_media = emits_events, stats, names_media
-        self.space: Namespace | None = None
-        self._link: StoreLink | None = None
-        self.lookups: Lookups | None = None
-        self._handoffs: HandoffSide | None = None
+        #: Whether these are set: before that no request is tracked, nothing is loaded and nothing saved.
+        self.is_open = False
+        self.space: Namespace
+        self.link: StoreLink
+        self.lookups: Lookups
+        self.saving: Saving
+        self.handoffs: HandoffSide
         self.tracked: dict[str, Tracked] = {}
         #: Requests that go on without the store, until they end.
         self.untracked: set[str] = set()
@@ -89,7 +82,8 @@ class SchedulerSide:
         #: Ended requests with copies under way.
         self.ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
         self.next_plan = StepPlan()
-        self.answered = Wakeup()
+        #: Set after each answer of the store.
+        self.answered = threading.Event()
         #: Whether the engine's steps are launched by this process, on a GPU.
         self.is_launching = False
         self._events: list[Any] = []
@@ -98,31 +92,30 @@ class SchedulerSide:
         self._clearing: threading.Thread | None = None
 
     def open(self, found: Sequence[WorkerHello]) -> None:
-        """Connect to the store with the workers' findings; before that nothing is loaded or saved.
+        """Connect to the store with the workers' findings.
 
         Raises:
             StoreNotRunning: there is no store on this node.
         """
-        space = found[0].space
-        self.space = space
-        self._link = StoreLink(self._options, space, on_open=lambda client: client.map_presence())
-        self._handoffs = HandoffSide(
-            space, self._engine_block_size, self._num_workers, self._publishes, self._options.handoff_ttl_s, self.stats
-        )
+        options, size, num_workers = self._options, self._engine_block_size, self._num_workers
+        self.space = space = found[0].space
+        self.link = StoreLink(options, space, on_open=lambda client: client.map_presence())
+        self.saving = Saving(space, size, num_workers, options.save is SavePolicy.ALL, self.stats)
+        self.handoffs = HandoffSide(space, size, num_workers, self._produces, options.handoff_ttl_s, self.stats)
         for hello in found:
-            self._handoffs.learn(hello.desks)
-        self.ending.open([hello.door for hello in found])
-        self.is_launching = all(hello.launcher_pid == os.getpid() for hello in found)
-        self.lookups = Lookups(self._link, self._options.remote, self._options.lookup_wait_s, self.stats, self.answered)
+            self.handoffs.learn(hello.desks)
+        self.ending.open([hello.copies.value for hello in found])
+        self.is_launching = all(hello.is_on_gpu and hello.copies.value is not None for hello in found)
+        self.lookups = Lookups(self.link, options, self.stats, self.answered)
+        self.is_open = True
 
     def close(self) -> None:
         """End the thread and close the client; may be called again."""
-        if self.lookups is not None:
-            self.lookups.close()
         if self._clearing is not None:
             self._clearing.join(10.0)
-        if self._link is not None:
-            self._link.close()
+        if self.is_open:
+            self.lookups.close()
+            self.link.close()
 
     def begin(self, request: Any) -> None:
         """Begin to look up a new request, so that the answer is there when vLLM asks.
@@ -130,19 +123,18 @@ class SchedulerSide:
         Logs an error of one request and does not raise it: vLLM would end the engine, and all other requests with it.
         """
         name = request.request_id
-        if self._handoffs is None or name in self.tracked or name in self.untracked:
+        if not self.is_open or name in self.tracked or name in self.untracked:
             return
         # Reports could not tell two requests of one name apart.
-        if getattr(request, "resumable", False) or name in self.ending:
+        if getattr(request, "resumable", False) or name in self.ending.requests:
             return
         if not self._names_media and getattr(request, "mm_features", None):
             self._leave_out(name)
             return
-        tracked = Tracked(request, may_load=self._loads, may_save=self._saves)
+        tracked = Tracked(request, may_save=self._saves)
         try:
-            if request.skip_reading_prefix_cache:
-                tracked.may_load = False
-            self._handoffs.begin(tracked)
+            tracked.may_load = self._loads and not request.skip_reading_prefix_cache
+            self.handoffs.begin(tracked)
             self._ask(tracked)
         except Exception:
             self.untracked.add(name)
@@ -155,21 +147,17 @@ class SchedulerSide:
         """Answer `get_num_new_matched_tokens`; None while the store has not answered."""
         self.begin(request)
         tracked = self.tracked.get(request.request_id)
-        if tracked is None or self.space is None:
+        if tracked is None:
             return 0, False
         tracked.num_engine_tokens, tracked.num_external_tokens = num_engine_tokens, 0
-        size, now_s = self.space.shape.block_size, time.monotonic()
-        question = tracked.question
-        if question is None or (
-            tracked.may_load and (question.is_given or question.is_immediate) and now_s > question.asked_s + _ANSWER_S
-        ):
-            self._ask(tracked)
-        question = tracked.question
-        assert question is not None
+        size, question = self.space.shape.block_size, tracked.question
+        is_old = question is not None and question.is_given and time.monotonic() > question.asked_s + _ANSWER_S
+        if question is None or (is_old and tracked.may_load):
+            question = self._ask(tracked)
         # A prompt that is handed off needs its hashes, even if the engine has all its blocks.
-        if tracked.is_covered(size, num_engine_tokens) and (question.done or not tracked.may_publish):
+        is_covered = request.num_prompt_tokens // size * size <= num_engine_tokens
+        if is_covered and (question.done or not tracked.may_publish):
             return 0, False
-        assert self.lookups is not None
         if not question.done and not self.next_plan.num_waiting:
             self.answered.clear()  # It may be set by earlier answers; the next answer ends the wait.
         if not question.done and not self.lookups.is_held_up():
@@ -182,8 +170,7 @@ class SchedulerSide:
         tracked.hashes = tracked.hashes if question.hashes is None else question.hashes
         num_blocks = question.num_blocks
         if tracked.arriving is not None and tracked.hashes is not None:
-            assert self._handoffs is not None
-            num_blocks = self._handoffs.num_arriving(tracked, tracked.hashes)
+            num_blocks = self.handoffs.num_arriving(tracked, tracked.hashes)
             if not num_blocks:  # Then the store is asked after all.
                 self._ask(tracked)
                 self.next_plan.num_waiting += 1
@@ -197,7 +184,7 @@ class SchedulerSide:
         """Plan a load once vLLM has given it blocks; called again, with 0 tokens, after the load."""
         tracked = self.tracked.get(request.request_id)
         self.ending.given(blocks, 0 if tracked is None else tracked.num_engine_tokens)
-        if not num_external_tokens or tracked is None or tracked.hashes is None or self.space is None:
+        if not num_external_tokens or tracked is None or tracked.hashes is None:
             return
         size = self.space.shape.block_size
         num_blocks = -(-(tracked.num_engine_tokens + num_external_tokens) // size)
@@ -220,9 +207,13 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepPlan:
         """Return the workers' plan for this step, and begin the plan of the next one."""
         plan, self.next_plan = self.next_plan, StepPlan()
-        plan.answered = self.answered
-        self._have_hashed(plan, output.total_num_scheduled_tokens)
+        plan.answered = Local(self.answered)
         plan.is_computing = output.total_num_scheduled_tokens > 0
+        if self.is_open and (num_tokens := self.lookups.num_unhashed_tokens):
+            if self.is_launching and output.total_num_scheduled_tokens >= _LAUNCHED_SHARE * num_tokens:
+                plan.launched = Local(self.lookups.hash_rest)
+            else:
+                self.lookups.hash_rest()
         plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
         if plan.settle:
             self.stats.count("num_preempted", len(plan.settle))
@@ -230,24 +221,20 @@ class SchedulerSide:
         for req_id in plan.settle:
             if (tracked := self.tracked.get(req_id)) and not tracked.is_loading:
                 tracked.num_saved = tracked.num_planned_tokens = 0
-        begins = {}
-        for new in output.scheduled_new_reqs:
-            if tracked := self.tracked.get(new.req_id):
-                tracked.block_ids = list(new.block_ids[0])
-                begins[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        for req_id, ids, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        given = [(new.req_id, new.block_ids, new.num_computed_tokens, True) for new in output.scheduled_new_reqs]
+        given += [
+            (req_id, ids, begin, req_id in cached.resumed_req_ids)
+            for req_id, ids, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        ]
+        for req_id, ids, begin, has_all_blocks in given:
             if tracked := self.tracked.get(req_id):
-                if req_id in cached.resumed_req_ids:
+                if has_all_blocks:
                     tracked.block_ids = []
                 tracked.block_ids.extend(ids[0] if ids else ())
-                begins[req_id] = begin
-        for req_id, begin in begins.items():
-            end = begin + output.num_scheduled_tokens[req_id]
-            self._leave_unsaved(req_id, self.tracked[req_id].why_unsure(begin, end, self._engine_block_size))
-            self.plan_save(plan.saves, req_id, begin, end)
-            if self._handoffs is not None:
-                self._handoffs.plan(plan, self.tracked[req_id], begin, end)
+                end = begin + output.num_scheduled_tokens[req_id]
+                self.saving.plan(plan.saves, tracked, begin, end)
+                self.handoffs.plan(plan, tracked, begin, end)
         return plan
 
     def ended(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -267,13 +254,13 @@ class SchedulerSide:
             return False, None
         if block_ids and not tracked.is_loading:
             is_alike = all(own == its for own, its in zip(tracked.block_ids, block_ids, strict=False))
-            self._leave_unsaved(request.request_id, "" if is_alike else "vLLM ended it with other blocks than it gave")
+            self.saving.leave(tracked, "" if is_alike else "vLLM ended it with other blocks than it gave")
             # The hashes may have come after the last step was planned. That plan counted drafts. If one was rejected,
             # the cache has its KV, not that of the token sampled instead; num_computed_tokens does not count it.
             end = min(tracked.num_planned_tokens, request.num_computed_tokens)
-            self.plan_save(self.next_plan.late_saves, request.request_id, end, end)
+            self.saving.plan(self.next_plan.late_saves, tracked, end, end)
         del self.tracked[request.request_id]
-        params = self._handoffs.end(self.next_plan, tracked) if self._handoffs is not None else None
+        params = self.handoffs.end(self.next_plan, tracked)
         # vLLM keeps the blocks of a load under way by itself.
         if tracked.is_loading or not tracked.is_copied:
             return False, params
@@ -284,31 +271,30 @@ class SchedulerSide:
         for req_id in received:
             if tracked := self.tracked.get(req_id):
                 tracked.is_loading = False
-        if report is None:
+        if report is None or not self.is_open:
             return
-        if self._handoffs is not None:
-            self._handoffs.learn(report.desks)
+        self.handoffs.learn(report.desks)
         for req_id, num_tokens in report.failed_loads.items():
-            if (tracked := self.tracked.get(req_id)) and self.space is not None:
+            if tracked := self.tracked.get(req_id):
                 # No second load: it could fail, and be waited for, again and again. After a failed hand-off the store
                 # is asked, if vLLM asks.
                 tracked.may_load, tracked.question = tracked.may_load and tracked.is_fetching, None
                 tracked.num_saved = min(tracked.num_saved, num_tokens // self.space.shape.block_size)
         for req_id, num_blocks in report.stored:
-            tracked = self.tracked.get(req_id) or self.ending.get(req_id)
-            if self._emits_events and tracked is not None and tracked.hashes is not None and self.space is not None:
+            tracked = self.tracked.get(req_id) or self.ending.requests.get(req_id)
+            if self._emits_events and tracked is not None and tracked.hashes is not None:
                 self._events.append(stored_event(self.space, tracked.request, tracked.hashes[:num_blocks]))
         for req_id in report.saves_ended.keys() | report.landing.keys():
-            if tracked := self.tracked.get(req_id) or self.ending.get(req_id):
+            if tracked := self.tracked.get(req_id) or self.ending.requests.get(req_id):
                 tracked.num_saves_open -= report.saves_ended[req_id]
                 tracked.num_landing += report.landing[req_id]
                 if not tracked.is_copied:
-                    self.ending.forget(req_id)
+                    self.ending.requests.pop(req_id, None)
         if report.num_drops and self._num_drops_open:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
             if not self._num_drops_open:
                 # A save that ran while the store was cleared may have stored blocks after that.
-                self._clearing = threading.Thread(target=self._clear, name="raykv-clear", daemon=True)
+                self._clearing = threading.Thread(target=self.link.clear, name="raykv-clear", daemon=True)
                 self._clearing.start()
 
     def take_events(self) -> list[Any]:
@@ -327,54 +313,28 @@ class SchedulerSide:
         """
         try:
             self.ending.drop_saves()
-        except BaseException:
-            self._forget_all()  # Old blocks must not be loaded with new weights, whatever else goes wrong.
-            raise
-        return self._forget_all()
+        finally:  # Old blocks must not be loaded with new weights, whatever goes wrong.
+            if any(tracked.num_saves_open for tracked in (*self.tracked.values(), *self.ending.requests.values())):
+                self.next_plan.drop_saves, self._num_drops_open = True, self._num_workers
+            is_loading = False
+            for tracked in self.tracked.values():  # Their blocks were computed before the reset.
+                tracked.may_save = tracked.may_publish = False
+                tracked.question = None
+                is_loading = is_loading or tracked.is_loading
+            is_clear = self.is_open and self.link.clear()
+        return is_clear and not is_loading
 
-    def _forget_all(self) -> bool:
-        """Clear the store, and store no more blocks computed before this; returns as `reset`."""
-        if any(tracked.num_saves_open for tracked in (*self.tracked.values(), *self.ending)):
-            self.next_plan.drop_saves, self._num_drops_open = True, self._num_workers
-        is_loading = False
-        for tracked in self.tracked.values():
-            # Their blocks were computed before the reset.
-            tracked.may_save = tracked.may_publish = False
-            tracked.question = None
-            is_loading = is_loading or tracked.is_loading
-        return self._clear() and not is_loading
-
-    def _clear(self) -> bool:
-        if self._link is None or self.space is None:
-            return False
-        try:
-            num_blocks = self._link.store.clear(self.space)
-        except KVStoreError:
-            logger.exception("the store could not be cleared")
-            return False
-        logger.info("cleared %d blocks of the store", num_blocks)
-        return True
-
-    def _ask(self, tracked: Tracked) -> None:
-        assert self.space is not None
-        assert self.lookups is not None
+    def _ask(self, tracked: Tracked) -> Question:
         prompt, is_arriving = PromptHashes(self.space, tracked.request), tracked.arriving is not None
-        tracked.question = Question(
+        question = Question(
             prompt,
             tracked.hashes,
             is_lookup=tracked.may_load and not is_arriving,
             needs_hashes=tracked.may_publish or is_arriving,
         )
-        self.lookups.ask(tracked.question)
-
-    def _have_hashed(self, plan: StepPlan, num_computed_tokens: int) -> None:
-        """Have prompts hashed that were answered at once; if possible not while this process launches a step."""
-        if self.lookups is None or not (num_tokens := self.lookups.num_unhashed_tokens):
-            return
-        if self.is_launching and num_computed_tokens >= _LAUNCHED_SHARE * num_tokens:
-            plan.launched = Hook(self.lookups.hash_rest)
-        else:
-            self.lookups.hash_rest()
+        tracked.question = question
+        self.lookups.ask(question)
+        return question
 
     def _leave_out(self, name: str) -> None:
         """Let a request with media go on without the store, as its media cannot be told from others."""
@@ -388,40 +348,3 @@ class SchedulerSide:
                 "set --mm-processor-cache-gb above 0",
                 name,
             )
-
-    def _leave_unsaved(self, req_id: str, why: str) -> None:
-        """Store no more blocks of a request, as they may not match their hashes; no effect without a reason."""
-        tracked = self.tracked[req_id]
-        if why and (tracked.may_save or tracked.may_publish):
-            tracked.may_save = tracked.may_publish = False
-            self.stats.count("num_unsaved_requests")
-            logger.warning("no more of request %s is saved: %s", req_id, why)
-
-    def plan_save(self, saves: list[SavePlan], req_id: str, begin: int, end: int) -> None:
-        """Plan to save the blocks that become full while a request computes tokens [begin, end)."""
-        tracked = self.tracked[req_id]
-        tracked.num_planned_tokens = end
-        if tracked.question is not None and tracked.hashes is None:
-            tracked.hashes = tracked.question.hashes
-        if not tracked.may_save or tracked.hashes is None or self.space is None:
-            return
-        size = self.space.shape.block_size
-        if self._options.save is SavePolicy.ALL:
-            try:
-                tracked.hash_answer(self.space, end)
-            except Exception:  # As in `begin`.
-                tracked.may_save = False
-                self.stats.count("num_request_errors")
-                logger.exception("no more of request %s is saved", req_id)
-                return
-        # After a failed load or a preemption, the blocks behind that point are computed and saved again.
-        tracked.num_saved = min(tracked.num_saved, -(-begin // size))
-        if tracked.question is not None and tracked.num_saved < tracked.question.num_blocks <= begin // size:
-            tracked.num_saved = tracked.question.num_blocks  # The engine had them itself, and the store has them too.
-        num_full = min(len(tracked.hashes), end // size)
-        if num_full <= tracked.num_saved:
-            return
-        ids = tracked.block_ids[: -(-num_full * size // self._engine_block_size)]
-        saves.append(SavePlan(req_id=req_id, hashes=tracked.hashes[:num_full], block_ids=ids))
-        tracked.num_saved = num_full
-        tracked.num_saves_open += self._num_workers

@@ -42,11 +42,6 @@ def order_inside(config: Any, name: str, tensor: Tensor, spec: Any) -> str:
     return str(found)
 
 
-def axes_inside(tensor: Tensor) -> str:
-    """Return the axes of a CPU attention cache; its sizes alone may be ambiguous."""
-    return "BHTD" if tensor.dim() == 4 else "PBHTD"
-
-
 class TokenRows:
     """A second cache with the same block ids, in rows of tokens; `take` and `give` copy the blocks in use.
 

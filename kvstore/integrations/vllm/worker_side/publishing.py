@@ -11,10 +11,9 @@ from kvstore.blocks.part import Part
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.client import Client
 from kvstore.client.job import Job
-from kvstore.client.results import FetchResult
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.integrations.vllm.handover import Desk
-from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan
+from kvstore.integrations.vllm.plan import SavePlan
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +29,10 @@ class Publishing:
     """
 
     def __init__(self, rank: int, part: Part, ttl_s: float, staging_bytes: int) -> None:
-        self._rank, self._part, self._ttl_s, self._staging_bytes = rank, part, ttl_s, staging_bytes
+        self.rank, self._part, self._ttl_s, self._staging_bytes = rank, part, ttl_s, staging_bytes
         self._told: Desk | None = None
         #: The last publication of each request that vLLM still knows.
-        self._open: dict[str, tuple[Client, HandoffTicket, Job[HandoffTicket]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
+        self.open: dict[str, tuple[Client, HandoffTicket, Job[HandoffTicket]]] = {}
 
     def attach(self, client: Client, device: str) -> None:
         """Let a new client's hand-offs go from GPU to GPU, if configured; where that fails, host memory serves.
@@ -70,9 +66,9 @@ class Publishing:
         if desk == self._told:
             return {}
         self._told = desk
-        return {self._rank: desk}
+        return {self.rank: desk}
 
-    def publish(self, client: Client, plan: PublishPlan, pages: list[int]) -> Job[HandoffTicket]:
+    def publish(self, client: Client, plan: SavePlan, pages: list[int]) -> Job[HandoffTicket]:
         """Begin to publish; the blocks have to stay as they are until the job is done.
 
         On return, a fetch of the ticket waits for the blocks. A request that is computed again, after a preemption or a
@@ -82,14 +78,14 @@ class Publishing:
             KVStoreError: nothing is published; a fetch of the ticket fails.
         """
         self.withdraw([plan.req_id])
-        ticket = plan.tickets[self._rank]
+        ticket = plan.tickets[self.rank]
         publication = client.begin_publish(pages, ttl_s=self._ttl_s, ticket=ticket)
-        self._open[plan.req_id] = (client, ticket, publication.job)
+        self.open[plan.req_id] = (client, ticket, publication.job)
         return publication.job
 
     def withdraw(self, req_ids: Iterable[str]) -> int:
         """Withdraw the blocks of requests whose tickets no engine will get; returns the number of requests."""
-        found = [self._open.pop(req_id) for req_id in list(req_ids) if req_id in self._open]
+        found = [self.open.pop(req_id) for req_id in list(req_ids) if req_id in self.open]
         for client, ticket, job in found:
 
             def withdraw(_: Any, client: Client = client, ticket: HandoffTicket = ticket) -> None:
@@ -102,20 +98,4 @@ class Publishing:
     def forget(self, req_ids: Iterable[str]) -> None:
         """Stop tracking ended requests; their blocks stay for the ticket holders until they expire."""
         for req_id in req_ids:
-            self._open.pop(req_id, None)
-
-    def fetch(
-        self, client: Client, plan: LoadPlan, pages: list[int], timeout_s: float, num_threads: int
-    ) -> Job[FetchResult]:
-        """Fetch this worker's part of the blocks that a request has tickets for; see `Client.fetch`.
-
-        Raises:
-            KVStoreError: the ticket cannot be for these blocks; nothing changed.
-        """
-        return client.fetch(
-            plan.tickets[self._rank],
-            pages,
-            plan.num_engine_tokens,
-            timeout_s=timeout_s,
-            num_copy_threads=num_threads,
-        )
+            self.open.pop(req_id, None)
