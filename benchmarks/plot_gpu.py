@@ -1,4 +1,4 @@
-"""From benchmarks/results/gpu-h200.json: the tables of docs/performance.md (printed) and docs/gpu-h200.svg.
+"""From benchmarks/results/gpu-h200.json: the tables of docs/performance*.md (printed) and docs/gpu-h200.svg.
 
 From gpu-beside-h200.json: the table of loads beside products; from gpu-bounds-h200.json and gpu-scatter-h200.json: of
 what memory itself takes; from gpu-strips-h200.json: of the strips of unpacking; from gpu-client-h200.json: that of

@@ -38,7 +38,7 @@ class StagingRing:
         num_chunks: chunks of the ring. If the model's kernels fill the device, each of ours waits for theirs to end;
             the default keeps the link busy for more than 2 ms meanwhile.
         max_ctas: cap on the thread blocks of a kernel. Default none: with large matrix products on the device, caps
-            cost between a quarter and two thirds of the speed of loads (docs/performance.md).
+            cost between a tenth and two thirds of the speed of loads (docs/performance-notes.md).
         slots_per_piece: host slots are registered in pieces of this many, from slot 0 on, and no copy may cross from
             one piece into the next; default one piece. The first piece must be registered before the first copy.
 

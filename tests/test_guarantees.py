@@ -1,4 +1,4 @@
-"""The page of promises names tests; each of them has to be there."""
+"""Each promise of docs/guarantees.md has tests on the page of tests; each of them has to be there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "guarantees.md").read_text()
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
+PROMISES = (ROOT / "docs" / "guarantees.md").read_text()
+SHOWN_BY = (ROOT / "docs" / "guarantees-tests.md").read_text()
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PROMISES + SHOWN_BY)))
 
 
 def defined_in(source: str) -> set[str]:
     """Return the names of the top-level tests and test classes of a module."""
     return {node.name for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def rows_of(page: str) -> list[tuple[str, list[str]]]:
+    """Return each row of the tables of a page, with the heading above it."""
+    rows, heading = [], ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            heading = line
+        elif line.startswith("|") and not line.startswith(("| name |", "|---")):
+            rows.append((heading, [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]))
+    return rows
 
 
 def test_the_page_names_tests():
@@ -35,8 +47,21 @@ def test_a_test_that_the_page_names_exists(path, name):
     assert name in defined_at(path)
 
 
+def test_both_pages_have_the_same_rows_in_the_same_order():
+    promised = [(heading, cells[0]) for heading, cells in rows_of(PROMISES)]
+    shown = [(heading, cells[0]) for heading, cells in rows_of(SHOWN_BY)]
+    assert promised == shown
+    assert len({name for _, name in promised}) == len(promised) > 25
+
+
+def test_every_promise_has_a_text_and_its_columns():
+    for _, cells in rows_of(PROMISES):
+        assert len(cells) == 4, cells
+        assert all(cells[:2]), cells
+
+
 def test_every_row_names_what_shows_it():
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
-    assert len(rows) > 25
-    for row in rows:
-        assert re.search(r"`(tests/[\w/]+\.py::\w+|make \w+)` ?(,|\|$)", row), row
+    shown_by = r"`(tests/[\w/]+\.py::\w+|make [\w-]+)`"
+    for _, cells in rows_of(SHOWN_BY):
+        assert len(cells) == 2, cells
+        assert re.fullmatch(rf"{shown_by}(, {shown_by})*", cells[1]), cells

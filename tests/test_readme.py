@@ -56,7 +56,15 @@ def test_its_make_targets_exist(repo_root):
     assert {"demo", "test"} <= named <= targets
 
 
+def anchors_of(page):
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_its_links_lead_somewhere(repo_root):
-    for page in [repo_root / "README.md", *(repo_root / "docs").rglob("*.md")]:
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+    for page in [repo_root / "README.md", repo_root / "CONTRIBUTING.md", *(repo_root / "docs").rglob("*.md")]:
+        for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}#{anchor}"
