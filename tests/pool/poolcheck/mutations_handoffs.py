@@ -133,7 +133,7 @@ HANDOFFS: tuple[Mutant, ...] = (
     bug(
         "slots of a READ that was posted in part are free",
         "NIXL: a request that is refused lets go of what it has started",
-        "kvstore.mover.process",
+        "kvstore.mover.reads",
         "            if self._transport.poll(handle) is not ReadState.DONE:\n                return False\n",
         "            if self._transport.poll(handle) is ReadState.RUNNING:\n                return False\n",
         "tests/kvstore/mover/test_partly_posted.py::test_slots_of_a_read_that_was_posted_in_part_wait_for_the_movers_end",

@@ -215,7 +215,7 @@ HOLDERS = (
     bug(
         "more blocks are taken for read than were asked for",
         "ours",
-        "kvstore.mover.link",
+        "kvstore.mover.unfinished",
         "is_right = done.terminal and done.num_blocks == num_blocks",
         "is_right = done.terminal",
         f"{WIRE}::test_a_mover_that_says_what_cannot_be_is_replaced_and_nothing_is_published",
@@ -223,9 +223,9 @@ HOLDERS = (
     bug(
         "a READ done twice",
         "ours",
-        "kvstore.mover.process",
-        "if read.read_id <= self._last_read_id or read",
-        "if read",
+        "kvstore.mover.reads",
+        "if read.read_id <= self._last_read_id or peer",
+        "if peer",
         "tests/kvstore/mover/test_mover.py::test_a_mover_that_is_told_what_cannot_be_ends_and_writes_nothing",
     ),
     bug(
