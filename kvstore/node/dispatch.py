@@ -91,9 +91,9 @@ class NodeControl:
         server = self.server
         return {
             "num_malformed": server.num_malformed,
-            "num_strangers_cut": server.num_strangers_cut,
-            "num_unread_cut": server.num_unread_cut,
-            "num_failures": server.num_failures,
+            "num_strangers_cut": server.strangers.num_cut,
+            "num_unread_cut": server.unread.num_cut,
+            "num_failures": server.loop.num_failures,
         }
 
     @property

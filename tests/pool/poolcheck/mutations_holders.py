@@ -247,7 +247,7 @@ HOLDERS = (
     bug(
         "late grant kept",
         "ours",
-        "kvstore.rpc.server",
+        "kvstore.rpc.owners",
         "                if gave is not None and gave[0] >= since:\n",
         "                if False:\n",
         f"{OWNERS}::test_what_comes_after_its_caller_gave_up_is_given_back[pin]",
@@ -255,7 +255,7 @@ HOLDERS = (
     bug(
         "heard grant taken back",
         "ours",
-        "kvstore.rpc.server",
+        "kvstore.rpc.owners",
         "gave[0] >= since",
         "gave[0] >= 0",
         f"{OWNERS}::test_a_pin_is_given_back_over_another_connection_than_it_was_taken",
