@@ -96,48 +96,30 @@ class Connection:
         side sees its end.
         """
         try:
-            if not fds and len(payload) <= FRAGMENT_BYTES:
-                packet = encode_short(op, flag, request, payload)
-                with self.lock:
-                    if self.closed:  # Its descriptor's number may belong to another file by now.
-                        return False
+            if len(payload) <= FRAGMENT_BYTES:
+                packets = [encode_short(op, flag, request, payload)]
+            else:
+                packets = packets_of(Message(op, flag, request, payload))
+            with self.lock:
+                if self.closed:  # Its descriptor's number may belong to another file by now.
+                    return False
+                if fds:
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+                    if self.sock.sendmsg(packets[:1], [rights]) != len(packets.pop(0)):
+                        raise BlockingIOError(errno.EAGAIN, "the socket took part of a packet with descriptors")
+                left = iter(packets)
+                for packet in left:
                     try:
                         sent = 0 if self._unsent else self.sock.send(packet)
                     except BlockingIOError:
                         sent = 0
                     if sent != len(packet):
-                        self._keep([packet], sent)
-                return True
-            packets = packets_of(Message(op, flag, request, payload))
-            with self.lock:
-                if self.closed:
-                    return False
-                if fds:
-                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-                    sent = self.sock.sendmsg(packets[:1], [rights])
-                    if sent != len(packets.pop(0)):
-                        raise BlockingIOError(errno.EAGAIN, "the socket took part of a packet with descriptors")
-                num_out, sent = self._send_now(packets)
-                if num_out < len(packets):
-                    self._keep(packets[num_out:], sent)
+                        self._keep([packet, *left], sent)
         except OSError as error:
             logger.debug("%s: could not send %s: %s", self.owner, op.name, error)
             self.shut_down()
             return False
         return True
-
-    def _send_now(self, packets: list[bytes]) -> tuple[int, int]:
-        """Send as much as the socket takes; return (whole packets sent, bytes sent of the next one)."""
-        if not self._unsent:
-            for i, packet in enumerate(packets):
-                try:
-                    sent = self.sock.send(packet)
-                except BlockingIOError:
-                    return i, 0
-                if sent != len(packet):
-                    return i, sent
-            return len(packets), 0
-        return 0, 0
 
     def _keep(self, packets: list[bytes], sent: int) -> None:
         """Keep packets to send later, without the first `sent` bytes; with the lock held."""

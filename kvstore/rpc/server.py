@@ -25,7 +25,6 @@ from kvstore.rpc.framing import (
     Flag,
     Message,
     Op,
-    decode_short,
     pack_error,
 )
 from kvstore.rpc.limits import Strangers, Unread
@@ -170,7 +169,7 @@ class ControlServer:
                 return
         try:
             local = connection.local
-            if not local and connection.pending:
+            if connection.pending:
                 self._serve_pending(connection)
                 return
             data = self._received[: connection.sock.recv_into(self._received, 0 if local else _STREAM_BYTES)]
@@ -180,12 +179,7 @@ class ControlServer:
             if not local:
                 connection.pending.extend(connection.decoder.stream(data))
                 self._serve_pending(connection)
-                return
-            known = connection.role and connection.decoder.is_between
-            message = decode_short(data) if known else None
-            if message is None:
-                message = connection.decoder.packet(data)
-            if message is not None:
+            elif (message := connection.decoder.packet(data)) is not None:
                 self.serve(connection, message)
         except BlockingIOError:
             return

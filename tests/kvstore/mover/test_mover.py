@@ -494,7 +494,7 @@ def test_a_peer_whose_connection_broke_is_not_added_while_a_read_of_it_may_go_on
     read_of(pair, "p")
     assert added == ["p"]
     stalls.clear()
-    wait_until(lambda: not pair.movers[-1][0].abandoned)
+    wait_until(lambda: not pair.movers[-1][0].reads.abandoned)
     read_of(pair, "p")
     assert added == ["p", "p"]
 
