@@ -27,15 +27,11 @@ class StageMemory(Protocol):
     def gpu(self) -> int:
         """Ordinal of the GPU that it is on."""
 
-    def begin_copies(self, runs: list[tuple[int, int, int]], source_gpu: int) -> int:
-        """Queue copies of (address here, address there, bytes) and return a mark behind them.
-
-        Raises:
-            RuntimeError: the driver refused; the copies that were queued before have ended.
-        """
+    def begin_copies(self, runs: list[tuple[int, int, int]], source: int) -> int:
+        """Queue copies; see `CopyQueue.copy`."""
 
     def copies_done(self, mark: int) -> bool:
-        """Return whether all copies before a mark are in place; a mark that was reached is forgotten."""
+        """Return whether all copies before a mark are in place; see `CopyQueue.reached`."""
 
 
 @dataclass(slots=True)

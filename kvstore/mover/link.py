@@ -41,7 +41,8 @@ class MoverLink:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.connection: Connection | None = None
-        self._own: OwnTransport | None = None
+        #: The data that peers need to read through this mover; None while there is no mover.
+        self.own: OwnTransport | None = None
         self._generation = 0
         self._fenced = False
         #: Has a lock of its own: the control thread must not wait for a thread that sends to the mover under `_lock`.
@@ -52,11 +53,6 @@ class MoverLink:
         self._known_peers: OrderedDict[str, None] = OrderedDict()
         self._ready = threading.Event()
         self._slots: Slots | None = None
-
-    @property
-    def own(self) -> OwnTransport | None:
-        """The data that peers need to read through this mover; None while there is no mover."""
-        return self._own
 
     @property
     def num_abandoned(self) -> int:
@@ -72,16 +68,13 @@ class MoverLink:
         """Kill the mover: once it is gone, none of its READs can write. A second call has no further effect.
 
         Only on the control thread. From here on nothing is granted to peers and nothing is read. `gone` ends the
-        quarantine; a new mover is a new generation.
-
-        Returns:
-            False if there is no separate process to kill; nothing changed.
+        quarantine. Returns False if there is no separate process to kill; nothing changed.
         """
         connection = self.connection
         if connection is None or not connection.kill():
             return False
         with self._lock:
-            self._own, self._fenced = None, True
+            self.own, self._fenced = None, True
             self._ready.clear()
         return True
 
@@ -101,12 +94,9 @@ class MoverLink:
             connection.send(Op.ATTACH, Flag.ONE_WAY, 0, encode(self._slots))
 
     def serve(self, connection: Connection, message: Message, notified: Callable[[bytes], None]) -> None:
-        """Take one message of the mover, on the control thread.
+        """Take one message of a process that claims to be the mover, on the control thread.
 
-        Args:
-            connection: of a process that claims to be a mover.
-            message: of that process.
-            notified: called with the notifications that its peers sent.
+        Calls `notified` with the notifications that peers sent.
 
         Raises:
             ProtocolError: the present mover of this store would not send this message; nothing changed.
@@ -143,7 +133,7 @@ class MoverLink:
             self._generation = own.generation
             self.connection, self._known_peers, self._fenced = connection, OrderedDict(), False
             self._tell_slots(connection)
-            self._own = own
+            self.own = own
         self._ready.set()
 
     def gone(self, connection: Connection) -> bool:
@@ -151,7 +141,7 @@ class MoverLink:
         with self._lock:
             if connection is not self.connection:
                 return False
-            self.connection, self._own, self._fenced = None, None, False
+            self.connection, self.own, self._fenced = None, None, False
             self._ready.clear()
         self.unfinished.fail(PeerLost("the mover of this node died; the load continues without it"))
         return True
@@ -192,7 +182,7 @@ class MoverLink:
             raise TransferTimeout("wanted to speak to the mover at once, but somebody else does; wait for it")
         try:
             connection = self._of_life(generation)
-            read_id = self.unfinished.next_id()
+            read_id = next(self.unfinished.ids)
             read = encode(MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s))
             if request.peer in self._known_peers:
                 self._known_peers.move_to_end(request.peer)
@@ -222,8 +212,7 @@ class MoverLink:
     def expect_read(self, word: bytes) -> None:
         """Keep the mover awake for a moment, because a short READ comes soon.
 
-        Args:
-            word: names the lane of the READ; the mover wakes that lane, if `wake_by` has told it how.
+        It also wakes the lane that `word` names, if `wake_by` has told it how.
         """
         self._send(Op.MOVER_SOON, word)
 
@@ -284,7 +273,7 @@ class MoverLink:
         unfinished = self.unfinished
         with self._lock:
             connection = self._of_life(generation)
-            request = unfinished.next_id()
+            request = next(unfinished.ids)
             answer = unfinished.expect_answer(request)
         try:
             if not connection.send(op, Flag.REQUEST, request, payload):

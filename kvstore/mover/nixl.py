@@ -1,11 +1,9 @@
 """NIXL behind the Transport protocol: the only file that imports NIXL.
 
-Three things differ from NIXL's own Python wrapper, each measured (docs/adr/0004):
-- the progress thread is event-driven. The wrapper sets its delay to 0, which burns a core per agent;
-  with a long delay it sleeps, still wakes on events, and transfers get faster and steadier;
-- one strided row describes a whole slab, and requests are made from index arrays, so that neighbouring
-  slots merge into one descriptor and nothing is built per block in Python;
-- errors come as exceptions; each of them maps to one of kvstore's.
+Two things differ from NIXL's own Python wrapper, each measured (docs/adr/0004). The progress thread is event-driven:
+the wrapper sets its delay to 0, which burns a core per agent. With a long delay it sleeps, still wakes on events, and
+transfers get faster and steadier. And one strided row describes a whole slab, and requests are made from index arrays,
+so that neighbouring slots merge into one descriptor and nothing is built per block in Python.
 """
 
 from __future__ import annotations
@@ -30,21 +28,8 @@ logger = logging.getLogger(__name__)
 #: The progress thread wakes on events and at least this often.
 PROGRESS_DELAY_US = 100_000
 
-#: The error of kvstore for each error class of the bindings.
-ERROR_OF_NIXL: dict[str, type[TransferError]] = {
-    "nixlRemoteDisconnectError": PeerLost,
-    "nixlNotFoundError": PeerLost,
-    "nixlBackendError": TransferError,
-    "nixlInvalidParamError": TransferError,
-    "nixlMismatchError": TransferError,
-    "nixlNotAllowedError": TransferError,
-    "nixlNotPostedError": TransferError,
-    "nixlNotSupportedError": TransferError,
-    "nixlRepostActiveError": TransferError,
-    "nixlUnknownError": TransferError,
-    "nixlCancelledError": TransferError,
-    "nixlNoTelemetryError": TransferError,
-}
+#: Errors of the bindings that mean that the peer is lost; all others are a plain TransferError.
+LOST_PEER = frozenset({"nixlRemoteDisconnectError", "nixlNotFoundError"})
 
 
 def load_bindings() -> ModuleType:
@@ -56,26 +41,18 @@ def load_bindings() -> ModuleType:
     set_ucx_defaults()
     cuda = str(getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or "12")
     problems = []
-    for load in (_load_cu13, _load_cu12) if cuda.startswith("13") else (_load_cu12, _load_cu13):
+    for is_13 in (True, False) if cuda.startswith("13") else (False, True):
         try:
-            return load()
+            if is_13:
+                import nixl_cu13._bindings as bindings
+            else:
+                import nixl_cu12._bindings as bindings
+            return cast(ModuleType, bindings)
         except ImportError as error:
             problems.append(str(error))
     raise RegistrationFailed(
         f"wanted NIXL, got none ({'; '.join(problems)}); install it with pip install nixl-cu12 (or nixl-cu13)"
     )
-
-
-def _load_cu12() -> ModuleType:
-    import nixl_cu12._bindings as bindings
-
-    return cast(ModuleType, bindings)
-
-
-def _load_cu13() -> ModuleType:
-    import nixl_cu13._bindings as bindings
-
-    return cast(ModuleType, bindings)
 
 
 def plugin_memory_types() -> dict[str, list[str]]:
@@ -330,5 +307,5 @@ class NixlTransport:
 
 def translate_error(error: Exception, what: str) -> TransferError:
     """Return kvstore's error for an exception of the bindings."""
-    cls = ERROR_OF_NIXL.get(type(error).__name__, TransferError)
-    return cls(f"{what}: {type(error).__name__}: {error}")
+    name = type(error).__name__
+    return (PeerLost if name in LOST_PEER else TransferError)(f"{what}: {name}: {error}")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Annotated
 
 import msgspec
 
@@ -23,7 +24,9 @@ _LOOK_S = 2e-4
 #: A reader polls less often if no READ ended for this long: its peer may have stopped.
 _STALLED_AFTER_S, _STALLED_PAUSE_S = 0.1, 0.001
 _STOP_TIMEOUT_S = 5.0
-_decode_agents = decoder(list[bytes])
+#: Of the agents of one or more servers.
+_Agents = Annotated[list[bytes], msgspec.Meta(min_length=1)]
+_decode_agents: Callable[[bytes], list[bytes]] = decoder(_Agents)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,13 +135,11 @@ class ParallelTransport:
     A READ has ended when all its parts have ended or failed. A READ with a notification is not divided: the peer may
     free its blocks on the notification, and one reader does not know the progress of the others.
 
-    Args:
+    Args (this object owns all transports):
         usual: peers read from it and notify it; it also runs the READs that are not shared.
         make_readers: makes the readers that share READs, when the first peer with shared READs is added.
         is_shared: returns whether READs from a peer are shared.
         servers: more transports that peers read from, one for each of their further readers.
-
-    All transports are owned by this object.
     """
 
     def __init__(
@@ -175,7 +176,10 @@ class ParallelTransport:
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Make a peer readable, by the shared readers or by the usual transport."""
         self.forget_peer(peer)
-        agents = _agents(peer, description)
+        try:
+            agents = _decode_agents(description.agent)
+        except ProtocolError as error:
+            raise PeerLost(f"metadata of {peer}: {error}") from error
         shared = self._is_shared(description)
         if not shared:
             self._usual.add_peer(peer, msgspec.structs.replace(description, agent=agents[0]))
@@ -278,18 +282,3 @@ def node_transport(name: str, address: int, num_bytes: int, lane: str, num_reade
         lambda description: num_readers > 1 and (lane == "tcp" or description.same_host),
         servers,
     )
-
-
-def _agents(peer: str, description: PeerDescription) -> list[bytes]:
-    """Return the agents' metadata in a description that `describe` made.
-
-    Raises:
-        PeerLost: the description was not made by `describe`.
-    """
-    try:
-        agents = _decode_agents(description.agent)
-    except ProtocolError as error:
-        raise PeerLost(f"metadata of {peer}: {error}") from error
-    if not agents:
-        raise PeerLost(f"metadata of {peer}: wanted that of one or more agents, got none")
-    return agents

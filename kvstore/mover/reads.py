@@ -41,12 +41,6 @@ class _Waking:
     handle: int | None = None
 
 
-@dataclass(slots=True)
-class _Abandoned:
-    peer: str
-    handles: list[int]
-
-
 class Reads:
     """The READs of one mover. A peer that stopped delays no other. Used on one thread.
 
@@ -67,7 +61,8 @@ class Reads:
         self._last_read_id = 0
         #: When a READ last came, or a chunk of one arrived.
         self.moved_s = 0.0
-        self.abandoned: dict[int, _Abandoned] = {}
+        #: Peer, and handles that still run, of each READ that was given up.
+        self.abandoned: dict[int, tuple[str, list[int]]] = {}
         #: Wake-up READs by the message for which each is posted, and those that run now.
         self.waking: dict[bytes, _Waking] = {}
         self.woken: list[_Waking] = []
@@ -158,7 +153,7 @@ class Reads:
 
     def _busy_peers(self) -> set[str]:
         """Return the peers with abandoned READs or wake-up READs that still run."""
-        return {left.peer for left in self.abandoned.values()} | {waking.request.peer for waking in self.woken}
+        return {peer for peer, _ in self.abandoned.values()} | {waking.request.peer for waking in self.woken}
 
     def _advance_job(self, job: _Job) -> None:
         request, peer = job.read.request, job.read.request.peer
@@ -204,7 +199,7 @@ class Reads:
 
     def _notification(self, request: ReadRequest) -> bytes:
         # The peer drops the pins of the whole lease on a notification, but an abandoned READ may still use them.
-        return b"" if any(left.peer == request.peer for left in self.abandoned.values()) else request.notification
+        return b"" if any(peer == request.peer for peer, _ in self.abandoned.values()) else request.notification
 
     def _collect(self, job: _Job) -> None:
         done: list[int] = []
@@ -254,12 +249,12 @@ class Reads:
         left = [handle for handle, _ in job.running if not self._is_terminal(handle)]
         self._report(job, last=True, terminal=not left, error=pack_error(error))
         if left:
-            self.abandoned[job.read.read_id] = _Abandoned(peer, left)
+            self.abandoned[job.read.read_id] = (peer, left)
 
     def _poll_abandoned(self) -> None:
-        for read_id, left in list(self.abandoned.items()):
-            left.handles = [handle for handle in left.handles if not self._is_terminal(handle)]
-            if not left.handles:
+        for read_id, (_, handles) in list(self.abandoned.items()):
+            handles[:] = [handle for handle in handles if not self._is_terminal(handle)]
+            if not handles:
                 del self.abandoned[read_id]
                 self._tell(Op.MOVER_TERMINAL, encode(read_id))
 

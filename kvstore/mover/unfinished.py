@@ -35,11 +35,8 @@ class Unfinished:
         self.questions: dict[int, queue.SimpleQueue[Answer]] = {}
         self.abandoned: dict[int, float] = {}
         self._waiting: list[tuple[set[int], Callable[[], object]]] = []
-        self._ids = itertools.count(1)
-
-    def next_id(self) -> int:
-        """Return the id of a new READ or task."""
-        return next(self._ids)
+        #: Of READs and tasks.
+        self.ids = itertools.count(1)
 
     def abandoned_since_s(self) -> float | None:
         """Return when the oldest abandoned READ was given up, on the monotonic clock; None without one."""
@@ -148,15 +145,10 @@ class Unfinished:
         with contextlib.ExitStack() as parts:
             # ExitStack runs them from the last to the first, and each one even if others raise. Abandoned READs must
             # be ended in any case: otherwise the fence would kill the next mover for them.
-            parts.callback(self._end_abandoned)
+            parts.callback(lambda: self.end(set(self.abandoned)))
             for read_id, (on_done, _) in reads.items():
                 failed = MoverDone(
                     read_id=read_id, num_blocks=0, last=True, terminal=True, seconds=0.0, num_descriptors=0,
                     error=packed,
                 )  # fmt: skip
                 parts.callback(on_done, failed, error)
-
-    def _end_abandoned(self) -> None:
-        with self._lock:
-            abandoned = set(self.abandoned)
-        self.end(abandoned)

@@ -24,7 +24,7 @@ class Owners:
         let_go: closes the socket of a connection.
         on_gone: called once per connection that is forgotten. Either its owner has ended permanently (`ended`), or
             the end cannot be noticed, because the owner is remote or cannot be watched, or holds nothing.
-        holds: whether the store keeps anything for the owner of a closed connection until its process has ended.
+        holds: as for `ControlServer`.
     """
 
     def __init__(
@@ -40,11 +40,7 @@ class Owners:
         self._owned: dict[str, set[Connection]] = {}
 
     def watch(self, connection: Connection) -> None:
-        """Notice the end of the process of a new connection, if the kernel named it.
-
-        Raises:
-            OSError: the kernel cannot watch it.
-        """
+        """Notice the end of the process of a new connection, if the kernel named it. Raises as `ControlLoop.watch`."""
         if connection.pidfd >= 0:
             self._loop.watch(connection.pidfd, partial(self.died, connection))
 
@@ -68,9 +64,8 @@ class Owners:
             InvalidRequest: the owner is another process.
         """
         if any(other.pid != connection.pid for other in self._owned.get(owner, ())):
-            raise InvalidRequest(
-                f"this owner is another process than {connection.pid}; make a new client in each process"
-            )
+            text = f"this owner is another process than {connection.pid}; make a new client in each process"
+            raise InvalidRequest(text)
         self._disown(connection)
         connection.owner = owner
         self._owned.setdefault(owner, set()).add(connection)

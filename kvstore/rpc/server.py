@@ -45,7 +45,7 @@ _STREAM_BYTES = 32 << 10
 
 
 class ControlServer:
-    """Listens and dispatches.
+    """Listens, and has each message served on one thread.
 
     Args:
         handler: called on the server's thread for each message; must not block. It sets the role of a connection
@@ -243,13 +243,12 @@ class ControlServer:
 
     def _hear_hello(self, connection: Connection, message: Message) -> None:
         """Serve the HELLO of a stranger, which has to be its first message."""
-        known = connection.role
         self.num_served[message.op] += 1
         try:
             if message.op is not _HELLO:
                 raise ProtocolError(f"wanted HELLO first, got {message.op.name}")
-            if known:
-                raise ProtocolError(f"wanted one HELLO on a connection, got another one of a {known}")
+            if connection.role:
+                raise ProtocolError(f"wanted one HELLO on a connection, got another one of a {connection.role}")
             answer = self.handler(connection, message)
             if not connection.role:
                 raise ProtocolError("wanted a HELLO that names a role")
@@ -269,11 +268,8 @@ class ControlServer:
         if not connection.role:
             self.strangers.refused(connection, error)
         elif self._log.passes():
-            more, text = (
-                self._log.take_held_back(),
-                "control: the connection of %s, a %s, is cut: %s (%d more not logged)",
-            )
-            trace = None if isinstance(error, KVStoreError) else error
+            text = "control: the connection of %s, a %s, is cut: %s (%d more not logged)"
+            more, trace = self._log.take_held_back(), None if isinstance(error, KVStoreError) else error
             logger.warning(text, connection.owner, connection.role, clip(error, 300), more, exc_info=trace)
         self._close(connection)
 
