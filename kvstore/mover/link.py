@@ -86,12 +86,7 @@ class MoverLink:
         """Tell this mover and every later one how the slab is divided."""
         with self._lock:
             self._slots = Slots(slot_bytes, num_slots)
-            if self.connection is not None:
-                self._tell_slots(self.connection)
-
-    def _tell_slots(self, connection: Connection) -> None:
-        if self._slots is not None:
-            connection.send(Op.ATTACH, Flag.ONE_WAY, 0, encode(self._slots))
+            self._send(Op.ATTACH, encode(self._slots))
 
     def serve(self, connection: Connection, message: Message, notified: Callable[[bytes], None]) -> None:
         """Take one message of a process that claims to be the mover, on the control thread.
@@ -132,7 +127,8 @@ class MoverLink:
                 raise ProtocolError("this store has a mover; another comes only after that one is gone")
             self._generation = own.generation
             self.connection, self._known_peers, self._fenced = connection, OrderedDict(), False
-            self._tell_slots(connection)
+            if self._slots is not None:
+                self._send(Op.ATTACH, encode(self._slots))
             self.own = own
         self._ready.set()
 
@@ -228,16 +224,15 @@ class MoverLink:
         The first READ after a pause is slow to post. This READ is not reported and not counted.
         """
         with self._lock:
-            connection = self.connection
-            if connection is not None and generation in (0, self._generation):
-                connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, encode(MoverWake(word, request)))
+            if generation in (0, self._generation):
+                self._send(Op.MOVER_WAKE, encode(MoverWake(word, request)))
 
     def ask(
         self,
         op: Op,
-        value: Record,
+        value: Record | None,
         timeout_s: float,
-        on_terminal: Callable[[], None] = lambda: None,
+        on_terminal: Callable[[], None] | None = lambda: None,
         generation: int = 0,
     ) -> bytes:
         """Let the mover do a task other than a READ, and return its answer, encoded.
@@ -247,7 +242,7 @@ class MoverLink:
             value: its arguments.
             timeout_s: for the answer.
             on_terminal: called when a late task can no longer write: it has ended, or its mover has. The fence kills
-                the mover for it, as for an abandoned READ.
+                the mover for it, as for an abandoned READ. None for a task that writes nothing.
             generation: the life of the mover; 0 for the present one.
 
         Raises:
@@ -255,21 +250,7 @@ class MoverLink:
             TransferTimeout: it did not answer in time; the task may still write until `on_terminal` is called.
             KVStoreError: the error that the mover answered.
         """
-        return self._ask(op, encode(value), timeout_s, on_terminal, generation)
-
-    def stats(self, timeout_s: float) -> dict[str, Any]:
-        """Return NIXL's counts.
-
-        Raises:
-            PeerLost: there is no mover now, or it died.
-            TransferTimeout: it does not answer.
-        """
-        return decode_counts(self._ask(Op.MOVER_STATS, b"", timeout_s, None))
-
-    def _ask(
-        self, op: Op, payload: bytes, timeout_s: float, on_terminal: Callable[[], object] | None, generation: int = 0
-    ) -> bytes:
-        """Ask and wait; a late task without `on_terminal` writes nothing, so it is only forgotten."""
+        payload = encode(value)
         unfinished = self.unfinished
         with self._lock:
             connection = self._of_life(generation)
@@ -289,6 +270,10 @@ class MoverLink:
         if flag is Flag.ERROR:
             raise unpack_error(answered)
         return answered
+
+    def stats(self, timeout_s: float) -> dict[str, Any]:
+        """Return NIXL's counts. Raises as `ask` does, but nothing writes after a timeout."""
+        return decode_counts(self.ask(Op.MOVER_STATS, None, timeout_s, None))
 
     @property
     def pid(self) -> int:

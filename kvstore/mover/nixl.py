@@ -58,9 +58,7 @@ def load_bindings() -> ModuleType:
 def plugin_memory_types() -> dict[str, list[str]]:
     """Return the memory types of each NIXL plugin that loads here; the others map to an empty list."""
     nixl = load_bindings()
-    agent = nixl.nixlAgent(
-        f"raykv-probe-{secrets.token_hex(4)}", _agent_config(nixl, telemetry=False, progress_delay_us=PROGRESS_DELAY_US)
-    )
+    agent = nixl.nixlAgent(f"raykv-probe-{secrets.token_hex(4)}", _agent_config(nixl, PROGRESS_DELAY_US))
     found: dict[str, list[str]] = {}
     for plugin in sorted(agent.getAvailPlugins()):
         try:
@@ -70,13 +68,13 @@ def plugin_memory_types() -> dict[str, list[str]]:
     return found
 
 
-def _agent_config(nixl: ModuleType, *, telemetry: bool, progress_delay_us: int | None) -> Any:
+def _agent_config(nixl: ModuleType, progress_delay_us: int | None) -> Any:
     config = nixl.nixlAgentConfig()
     config.useProgThread = progress_delay_us is not None
     config.useListenThread = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_RW
     config.pthrDelay = progress_delay_us or 0
-    config.captureTelemetry = telemetry
+    config.captureTelemetry = True
     return config
 
 
@@ -94,7 +92,7 @@ def _make_agent(
 ) -> _Agent:
     what = "start NIXL's UCX backend (with an NVIDIA GPU here a UCX_TLS that is set has to name cuda_copy too)"
     try:
-        handle = nixl.nixlAgent(name, _agent_config(nixl, telemetry=True, progress_delay_us=progress_delay_us))
+        handle = nixl.nixlAgent(name, _agent_config(nixl, progress_delay_us))
         backend = handle.createBackend("UCX", {})
         what = f"register {num_bytes} bytes with NIXL over UCX (on InfiniBand memlock must be unlimited)"
         segment = nixl.DRAM_SEG if gpu is None else nixl.VRAM_SEG
@@ -108,9 +106,8 @@ def _make_agent(
 class NixlTransport:
     """NIXL over UCX with one slab of host or device memory: an agent that peers read from, and one that reads.
 
-    The serving agent has an event-driven progress thread. The reading agent has none: `poll` does its work, on
-    the caller's thread. With a thread, two threads share the copying and its lock, and a READ falls to half
-    its speed as soon as other work needs the other core (docs/adr/0004).
+    The reading agent has no progress thread: `poll` does its work, on the caller's thread. With one, two threads share
+    the copying and its lock, and a READ falls to half its speed when other work needs the other core (docs/adr/0004).
 
     Args:
         name: unique for each life of the process that owns it: NIXL and peers cache by this name.

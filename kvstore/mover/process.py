@@ -59,7 +59,6 @@ class Mover:
         self.reads = Reads(transport, self.send)
         self._num_remote_leases = 0
         self.awake_until_s = 0.0
-        self._stopping = False
 
     def run(self, address: int) -> None:
         """Announce this mover to its store and serve until the store closes the connection.
@@ -70,7 +69,7 @@ class Mover:
         """
         self.send(Op.MOVER_READY, encode(MoverReady(self._transport.describe(), address)))
         try:
-            while not self._stopping:
+            while True:
                 self._receive(self.pause_s())
                 self.reads.advance(may_release=not self.awake_until_s)
                 if self._num_remote_leases:
@@ -79,10 +78,6 @@ class Mover:
             logger.info("mover: the node store closed the connection (%s)", error)
         finally:
             self._sock.close()
-
-    def stop(self) -> None:
-        """Make `run` return after its current step."""
-        self._stopping = True
 
     def pause_s(self) -> float:
         """Return how long `run` may sleep for a message; 0 while a READ moves bytes."""

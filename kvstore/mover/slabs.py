@@ -14,7 +14,7 @@ from typing import Protocol
 from kvstore.errors import PeerLost, RegistrationFailed
 from kvstore.mover.gpu_copies import Neighbours, StageMemory
 from kvstore.mover.messages import NewStage, Spill, StageMade
-from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
+from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, ReadTransport, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ class Slabs:
     def __init__(self, name: str, arena: Transport, arena_address: int, make_stage: MakeStage) -> None:
         self._name, self._arena, self._arena_address, self._make_stage = name, arena, arena_address, make_stage
         self._stages: dict[int, _Made] = {}
-        self.into: dict[str, Transport] = {}
-        self._handles: dict[int, tuple[Transport, int]] = {}
+        self.into: dict[str, ReadTransport] = {}
+        self._handles: dict[int, tuple[ReadTransport, int]] = {}
         self._next = self._num_made = self._slot_bytes = 0
 
-    def _all(self) -> list[Transport]:
+    def _all(self) -> list[ReadTransport]:
         made = self._stages.values()
         return [self._arena, *(each.stage.transport for each in made), *(each.neighbours for each in made)]
 

@@ -82,11 +82,8 @@ class Connection:
     _unsent: deque[memoryview] = field(default_factory=deque)
     _num_unsent_bytes: int = 0
     gave: tuple[int, Callable[[], object]] | None = None
-    #: Stays the same when the connection joins another owner.
+    #: Its first owner: stays the same when the connection joins another one.
     name: str = ""
-
-    def __post_init__(self) -> None:
-        self.name = self.name or self.owner
 
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
         """Send a message from any thread, without waiting; False when the client is gone or does not read.
@@ -145,12 +142,12 @@ class Connection:
                 packet = self._unsent[0]
                 sent = self.sock.send(packet)
                 self.taken_s = clock.now_s()
+                self._num_unsent_bytes -= sent
                 if sent != len(packet):
                     self._unsent[0] = packet[sent:]
-                    self._num_unsent_bytes -= sent
-                    continue
-                self._unsent.popleft()
-                self._num_unsent_bytes -= sent + _PACKET_BYTES
+                else:
+                    self._unsent.popleft()
+                    self._num_unsent_bytes -= _PACKET_BYTES
             self._unblock()
 
     def drop_unsent(self) -> None:

@@ -125,7 +125,7 @@ class ControlServer:
         self._num_connections += 1
         fd, local = sock.fileno(), not host
         owner = f"{'local' if local else 'peer'}-{self._num_connections}"
-        connection = Connection(sock, owner, local, host or "this host")
+        connection = Connection(sock, owner, local, host or "this host", name=owner)
         connection.want_writable = partial(self._want_writable, connection)
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -183,18 +183,14 @@ class ControlServer:
                 self.serve(connection, message)
         except BlockingIOError:
             return
-        except ConnectionResetError as error:
-            # A local client closed with an answer unread. The kernel reports this once, before the client's last
-            # messages, which may have its goodbye: so go on reading.
-            if not connection.local:
-                logger.debug("%s: %s", connection.owner, error)
-                self._close(connection)
-            return
         except ProtocolError as error:
             self._turn_away(connection, error)
         except OSError as error:
-            logger.debug("%s: %s", connection.owner, error)
-            self._close(connection)
+            # A local client closed with an answer unread if this is a reset. The kernel reports this once, before the
+            # client's last messages, which may have its goodbye: so go on reading.
+            if not connection.local or not isinstance(error, ConnectionResetError):
+                logger.debug("%s: %s", connection.owner, error)
+                self._close(connection)
         except Exception:
             self._close(connection)
             raise
@@ -224,18 +220,14 @@ class ControlServer:
                 return
             serve = self.handler
         self.num_served[op] += 1
-        malformed: Exception | None = None
+        flag, malformed = REPLY, None
         try:
             answer = serve(connection, message)
-        except ProtocolError as error:
-            malformed, answer, flag = error, pack_error(error), Flag.ERROR
-        except KVStoreError as error:
-            answer, flag = pack_error(error), Flag.ERROR
         except Exception as error:
-            logger.exception("control: %s failed", op.name)
+            if not isinstance(error, KVStoreError):
+                logger.exception("control: %s failed", op.name)
             answer, flag = pack_error(error), Flag.ERROR
-        else:
-            flag = REPLY
+            malformed = error if isinstance(error, ProtocolError) else None
         if answer is not None and message.flag is REQUEST and not connection.send(op, flag, message.request, answer):
             self._close(connection)
         if malformed is not None:
@@ -269,7 +261,8 @@ class ControlServer:
             self.strangers.refused(connection, error)
         elif self._log.passes():
             text = "control: the connection of %s, a %s, is cut: %s (%d more not logged)"
-            more, trace = self._log.take_held_back(), None if isinstance(error, KVStoreError) else error
+            trace = None if isinstance(error, KVStoreError) else error
+            more = self._log.take_held_back()
             logger.warning(text, connection.owner, connection.role, clip(error, 300), more, exc_info=trace)
         self._close(connection)
 

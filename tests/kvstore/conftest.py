@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -83,7 +84,8 @@ class InProcessMover:
                 sock.sendall(packet)
 
     def join(self):
-        self.mover.stop()
+        with contextlib.suppress(OSError):  # It has ended by itself.
+            self.sock.shutdown(socket.SHUT_RD)
         self.thread.join(6.0)
         assert not self.thread.is_alive()
         self.transport.close()

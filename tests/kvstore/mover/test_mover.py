@@ -109,10 +109,9 @@ class Pair:
 
     def die(self):
         """What the kernel says of a process that ended, said by hand: this process goes on."""
-        mover, thread, sock = self.movers.pop()
+        _, thread, sock = self.movers.pop()
         for packet in packets_of(Message(Op.GOODBYE, Flag.ONE_WAY, 0, b"")):
             sock.sendall(packet)
-        mover.stop()
         thread.join(6)
         assert not thread.is_alive()
 
@@ -145,8 +144,7 @@ class Pair:
 
     def stop(self):
         self.server.stop()
-        for mover, thread, _ in self.movers:
-            mover.stop()
+        for _, thread, _ in self.movers:
             thread.join(6)
             assert not thread.is_alive()
 
