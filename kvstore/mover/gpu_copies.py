@@ -36,10 +36,7 @@ class StageMemory(Protocol):
 class Neighbours:
     """Reads into one stage, from other stages of the same mover; see `ReadTransport`.
 
-    Args:
-        stage: the stage that is filled.
-        slot_bytes: distance between its slots.
-        num_slots: number of its slots.
+    The distance between slots of `stage` is `slot_bytes`.
     """
 
     def __init__(self, stage: StageMemory, slot_bytes: int, num_slots: int) -> None:

@@ -33,7 +33,7 @@ _decode_agents: Callable[[bytes], list[bytes]] = decoder(_Agents)
 class _Read:
     """A READ in parts: `left` of them may still write; `error` is of the first part that failed.
 
-    If one part is lost (`is_lost`) the READ never becomes terminal, but no further report of that part will come.
+    If one part is lost (`is_lost`), it may write while this process lives: the READ never becomes terminal.
     """
 
     left: int
@@ -51,11 +51,6 @@ class _Read:
             self.left -= 1
             if self.left == 0:
                 self.ended.set()
-
-    def lose_part(self) -> None:
-        """Note that a part failed, and may write while this process lives."""
-        self.is_lost = True
-        self.ended.set()
 
 
 class _Reader:
@@ -115,7 +110,8 @@ class _Reader:
             if state is ReadState.RUNNING:
                 return False
             if state is ReadState.LOST:
-                read.lose_part()
+                read.is_lost = True
+                read.ended.set()
                 return True  # It will report nothing more.
         except TransferError as failure:
             error = failure

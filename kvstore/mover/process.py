@@ -73,7 +73,9 @@ class Mover:
                 self._receive(self.pause_s())
                 self.reads.advance(may_release=not self.awake_until_s)
                 if self._num_remote_leases:
-                    self._pass_on_notifications()
+                    notes = [note for note in self._transport.notifications() if len(note) == NOTIFICATION.size]
+                    if notes:
+                        self.send(Op.MOVER_NOTIFICATIONS, encode(b"".join(notes)))
         except (OSError, EOFError) as error:
             logger.info("mover: the node store closed the connection (%s)", error)
         finally:
@@ -139,11 +141,6 @@ class Mover:
             self.send(message.op, pack_error(error), Flag.ERROR, message.request)
         else:
             self.send(message.op, answer, Flag.REPLY, message.request)
-
-    def _pass_on_notifications(self) -> None:
-        notes = [note for note in self._transport.notifications() if len(note) == NOTIFICATION.size]
-        if notes:
-            self.send(Op.MOVER_NOTIFICATIONS, encode(b"".join(notes)))
 
     def send(self, op: Op, payload: bytes, flag: Flag = Flag.ONE_WAY, request: int = 0) -> None:
         """Send one message to the node store, in as many packets as it needs."""

@@ -180,9 +180,7 @@ class Connection:
         self.pending.clear()
 
     def kill(self) -> bool:
-        """Kill the process of a local connection by its pidfd, never by its pid.
-
-        Only on the server's thread, because that closes the pidfd.
+        """Kill the process of a local connection by its pidfd, never by its pid; on the server's thread.
 
         Returns:
             False when the kernel cannot name the process, or when it is this one.

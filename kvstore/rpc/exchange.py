@@ -43,12 +43,7 @@ class Exchange:
         return self
 
     def __next__(self) -> Piece:
-        """Return the next piece.
-
-        Raises:
-            KVStoreError: the error that the other side raised, of the same class; nothing follows.
-            PeerLost, TransferTimeout: as for `ControlClient.call`.
-        """
+        """Return the next piece. Raises as `take` does, and TransferTimeout as `ControlClient.call` does."""
         if self.is_finished or self._closed:
             self.close()
             raise StopIteration

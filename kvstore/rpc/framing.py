@@ -197,7 +197,8 @@ class Decoder:
         if size >= _HEADER_BYTES and not self._stream and HEADER.unpack_from(data)[4] == size - _HEADER_BYTES:
             return self.packets(data)  # The usual case: one whole packet.
         self._stream += data
-        messages, at = [], 0
+        messages: list[Message] = []
+        at = 0
         while len(self._stream) - at >= _HEADER_BYTES:
             magic, _, _, _, length, _ = HEADER.unpack_from(self._stream, at)
             if magic != _MAGIC or length > self.max_bytes:
@@ -208,10 +209,8 @@ class Decoder:
             end = at + _HEADER_BYTES + length
             if len(self._stream) < end:
                 break
-            message = self.packet(bytes(self._stream[at:end]))
+            messages += self.packets(bytes(self._stream[at:end]))
             at = end
-            if message is not None:
-                messages.append(message)
         del self._stream[:at]
         return messages
 

@@ -24,9 +24,7 @@ class Strangers:
 
     All costs of a stranger are bounded: kvstore.rpc.framing.STRANGER_BYTES of memory, one message, some seconds. If
     there is one stranger too many, the oldest is cut and not the newest, because a real client sends its HELLO at once.
-
-    Args:
-        cut: closes a connection.
+    `cut` closes a connection.
     """
 
     def __init__(self, cut: Callable[[Connection], None]) -> None:
@@ -84,11 +82,7 @@ class Strangers:
 
 
 class Unread:
-    """The connections of one server for which answers wait.
-
-    Args:
-        cut: closes a connection.
-    """
+    """The connections of one server for which answers wait; `cut` closes one."""
 
     def __init__(self, cut: Callable[[Connection], None]) -> None:
         self._cut = cut
