@@ -113,7 +113,7 @@ class MoverLink:
                 decode_counts(payload)  # Here too: a mover that sends invalid counts is ended.
             self.unfinished.answer(message)
         else:
-            raise ProtocolError(f"{op.name}: no mover says this")
+            raise ProtocolError(f"{op.name}: no mover sends this")
 
     def is_present(self, connection: Connection) -> bool:
         """Return whether a connection is the present mover's."""
@@ -175,7 +175,7 @@ class MoverLink:
                 nothing was started.
         """
         if not self._lock.acquire(blocking=may_wait):
-            raise TransferTimeout("wanted to speak to the mover at once, but somebody else does; wait for it")
+            raise TransferTimeout("wanted to send to the mover at once, but another thread does; wait for it")
         try:
             connection = self._of_life(generation)
             read_id = next(self.unfinished.ids)

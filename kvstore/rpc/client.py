@@ -179,7 +179,7 @@ class ControlClient:
         message = channel.receive(request, asked_s + timeout_s - clock.now_s(), data)
         while message.flag is PROGRESS:
             if (left_s := asked_s + timeout_s - clock.now_s()) <= 0:
-                raise TransferTimeout(f"{self.name}: no answer in time, but only word that it comes soon")
+                raise TransferTimeout(f"{self.name}: no answer in time, only messages that it comes soon")
             progress()
             message = channel.receive(request, left_s)
         channel.unheard = 0

@@ -118,7 +118,7 @@ class Owners:
 
     def died(self, connection: Connection) -> None:
         """End all connections of the process that owned `connection`."""
-        # All its connections at once: what it asked over another before is not granted to nobody.
+        # All its connections at once: otherwise a question over another one could be granted after this end.
         for each in list(self._owned.get(connection.owner, ())) or [connection]:
             each.ended = True
             self._end(each)
@@ -136,7 +136,7 @@ class Owners:
             self.on_gone(connection)
 
     def clear(self) -> None:
-        """Close all connections, and call nobody: the server ends."""
+        """Close all connections without a callback, because the server ends."""
         for connection in self.connections:
             connection.closed = True
             connection.close()
