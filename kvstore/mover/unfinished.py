@@ -21,7 +21,7 @@ Answer = tuple[Flag, bytes]
 
 
 class Unfinished:
-    """For any thread. Calls no callback under its lock.
+    """READs and tasks of one store's movers, for any thread. No callback is called under its lock.
 
     Attributes:
         reads: the callback of each READ, and its number of blocks.
