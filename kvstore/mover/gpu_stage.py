@@ -6,12 +6,9 @@ from kvstore.kernels.vram import CopyQueue, DeviceSlab, copy_to_host, gpu_uuids
 
 
 class GpuStage:
-    """Device memory that is registered with NIXL and mapped by workers.
+    """Memory of the GPU with a `uuid` of 32 hex digits, registered with NIXL and mapped by workers.
 
-    Args:
-        name: of its agents.
-        uuid: of the GPU, 32 hex digits.
-        num_bytes: its size.
+    Its agents have the `name`.
 
     Raises:
         RuntimeError: there is no such GPU here, or it does not have that much memory; nothing is held.

@@ -44,9 +44,7 @@ class _Waking:
 class Reads:
     """The READs of one mover. A peer that stopped delays no other. Used on one thread.
 
-    Args:
-        transport: runs them; owned by the caller.
-        tell: sends a report to the store.
+    `tell` sends a report to the store.
     """
 
     def __init__(self, transport: Transport, tell: Callable[[Op, bytes], None]) -> None:

@@ -139,8 +139,7 @@ def short_reply(packet: memoryview, request: int) -> bytes | None:
 class Decoder:
     """Turns packets, or pieces of a TCP stream, into messages.
 
-    Args:
-        max_bytes: the longest accepted message; may be changed between two messages.
+    The longest accepted message, `max_bytes`, may be changed between two messages.
     """
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:

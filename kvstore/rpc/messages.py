@@ -133,6 +133,11 @@ class Progress(Record, frozen=True):
     packed_slots: bytes = b""
     report: LoadReport | None = None
 
+    @property
+    def slots(self) -> IndexArray:
+        """The slots; raises ProtocolError if the bytes are not whole integers."""
+        return ints_in(self.packed_slots)
+
     def slots_after(self, num_ready: int, num_blocks: int, num_slots: int) -> IndexArray:
         """Return the slots after a check that this piece continues the answer.
 
@@ -142,10 +147,9 @@ class Progress(Record, frozen=True):
             num_slots: size of the memory that holds the slots.
 
         Raises:
-            ProtocolError: the bytes are no integers, or the slots are not for the next blocks, are too many, or are
-                outside that memory.
+            ProtocolError: the slots are not for the next blocks, are too many, or are outside that memory.
         """
-        slots = ints_in(self.packed_slots)
+        slots = self.slots
         if len(slots) and self.first != num_ready:
             raise ProtocolError(f"wanted slots from block {num_ready} on, got some from block {self.first} on")
         return checked_slots(slots, num_blocks - num_ready, num_slots)

@@ -50,7 +50,7 @@ class HostStage:
         assert self.may_copy.wait(10)
         ctypes.memmove(target, self.address + offset, num_bytes)
 
-    def begin_copies(self, runs, source_gpu):
+    def begin_copies(self, runs, source):
         for target, source, num_bytes in runs:
             ctypes.memmove(target, source, num_bytes)
             self.num_copied += num_bytes

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.blocks.indexes import ints_in
 from kvstore.pool.pool import Pool
 from kvstore.remote import fetch
 from kvstore.remote.load import Load
@@ -29,7 +28,7 @@ def test_what_became_readable_is_pinned_and_told():
     store(pool, "abc")
     assert load.pin_more(limit=2) == 2
     assert load.pin_more() == 1
-    assert [(len(ints_in(progress.packed_slots)), progress.first, is_last) for progress, is_last in told] == [
+    assert [(len(progress.slots), progress.first, is_last) for progress, is_last in told] == [
         (2, 0, False),
         (1, 2, True),
     ]
