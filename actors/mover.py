@@ -9,7 +9,7 @@ import time
 
 from kvstore.config import PROTOCOL_VERSION, StoreConfig, num_copy_threads, set_ucx_lane
 from kvstore.memory.arena import attach_arena
-from kvstore.mover.gpu_stage import make_stage
+from kvstore.mover.gpu_stage import GpuStage
 from kvstore.mover.process import Mover as MoverLoop
 from kvstore.mover.slabs import Slabs
 from kvstore.rpc.connect import connect_local, greeting_of
@@ -39,7 +39,7 @@ class Mover:
         self._arena = attach_arena(file, greeting_of(client).arena_bytes)
         self._arena.populate()
         arena = node_transport(name, self._arena.address, self._arena.num_bytes, config.lane, num_copy_threads())
-        self._slabs = Slabs(name, arena, self._arena.address, make_stage)
+        self._slabs = Slabs(name, arena, self._arena.address, GpuStage)
         self._loop = MoverLoop(client.detach(), self._slabs, self._slabs)
         self._thread = threading.Thread(target=self._run, name="raykv-mover", daemon=True)
         self._thread.start()

@@ -5,7 +5,6 @@ If both ends are in one process, NIXL would carry them through host memory (2 GB
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,48 +26,27 @@ class StageMemory(Protocol):
     def gpu(self) -> int:
         """Ordinal of the GPU that it is on."""
 
-    def begin_copies(self, runs: list[tuple[int, int, int]], source_gpu: int) -> int:
-        """Queue copies of (address here, address there, bytes) and return a mark behind them.
-
-        Raises:
-            RuntimeError: the driver refused; the copies that were queued before have ended.
-        """
+    def begin_copies(self, runs: list[tuple[int, int, int]], source: int) -> int:
+        """Queue copies; see `CopyQueue.copy`."""
 
     def copies_done(self, mark: int) -> bool:
-        """Return whether all copies before a mark are in place; a mark that was reached is forgotten."""
-
-
-@dataclass(slots=True)
-class _Copy:
-    mark: int
-    request: ReadRequest
-    num_runs: int
+        """Return whether all copies before a mark are in place; see `CopyQueue.reached`."""
 
 
 class Neighbours:
-    """A `Transport` into one stage, from other stages of the same mover.
+    """Reads into one stage, from other stages of the same mover; see `ReadTransport`.
 
-    Args:
-        stage: the stage that is filled.
-        slot_bytes: distance between its slots.
-        num_slots: number of its slots.
+    The distance between slots of `stage` is `slot_bytes`.
     """
 
     def __init__(self, stage: StageMemory, slot_bytes: int, num_slots: int) -> None:
         self._stage, self._slot_bytes, self._num_slots = stage, slot_bytes, num_slots
         self.totals = ReadTotals()
         self._peers: dict[str, PeerDescription] = {}
-        self._copies: dict[int, _Copy] = {}
+        #: Mark, notification and counts of each READ.
+        self._copies: dict[int, tuple[int, bytes, ReadTotals]] = {}
         self._inbox: list[bytes] = []
         self._next = 0
-
-    def describe(self) -> bytes:
-        """Return no metadata: no other process reads through this transport."""
-        return b""
-
-    def set_slots(self, slot_bytes: int, num_slots: int) -> None:
-        """Remember how the stage is divided."""
-        self._slot_bytes, self._num_slots = slot_bytes, num_slots
 
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Make another stage readable."""
@@ -79,7 +57,7 @@ class Neighbours:
         self._peers.pop(peer, None)
 
     def post(self, request: ReadRequest) -> int:
-        """Queue the copies of a READ; see `Transport`.
+        """Queue the copies of a READ; see `ReadTransport`.
 
         Slots are checked here, before any copy: a wrong slot gives an address in other memory.
         """
@@ -94,31 +72,29 @@ class Neighbours:
         except RuntimeError as error:
             raise TransferError(f"copies between two GPUs: {error}") from error
         self._next += 1
-        self._copies[self._next] = _Copy(mark, request, len(runs))
+        counts = ReadTotals(1, len(runs), request.block_bytes * len(request.local_slots))
+        self._copies[self._next] = mark, request.notification, counts
         return self._next
 
     def poll(self, handle: int) -> ReadState:
         """Ask the driver; its errors are terminal failures."""
         try:
-            done = self._stage.copies_done(self._copies[handle].mark)
+            done = self._stage.copies_done(self._copies[handle][0])
         except RuntimeError as error:
             raise TransferError(f"copies between two GPUs: {error}") from error
         return ReadState.DONE if done else ReadState.RUNNING
 
     def release(self, handle: int) -> None:
         """Count a READ, and deliver its notification."""
-        copy = self._copies.pop(handle)
-        self.totals += ReadTotals(1, copy.num_runs, copy.request.block_bytes * len(copy.request.local_slots))
-        if copy.request.notification:
-            self._inbox.append(copy.request.notification)
+        _, notification, counts = self._copies.pop(handle)
+        self.totals += counts
+        if notification:
+            self._inbox.append(notification)
 
     def notifications(self) -> list[bytes]:
         """Return the notifications of READs that ended; this mover itself posted them."""
         taken, self._inbox = self._inbox, []
         return taken
-
-    def close(self) -> None:
-        """Do nothing: this transport holds nothing."""
 
 
 def _check_slots(whose: str, slots: IndexArray, num_slots: int) -> None:

@@ -6,12 +6,9 @@ from kvstore.kernels.vram import CopyQueue, DeviceSlab, copy_to_host, gpu_uuids
 
 
 class GpuStage:
-    """Device memory that is registered with NIXL and mapped by workers.
+    """Memory of the GPU with a `uuid` of 32 hex digits, registered with NIXL and mapped by workers.
 
-    Args:
-        name: of its agents.
-        uuid: of the GPU, 32 hex digits.
-        num_bytes: its size.
+    Its agents have the `name`.
 
     Raises:
         RuntimeError: there is no such GPU here, or it does not have that much memory; nothing is held.
@@ -28,7 +25,8 @@ class GpuStage:
         self.slab = DeviceSlab(self.gpu, num_bytes)
         self.address, self.handle = self.slab.address, self.slab.handle
         try:
-            self._copies = CopyQueue(self.gpu)
+            copies = CopyQueue(self.gpu)
+            self.begin_copies, self.copies_done = copies.copy, copies.reached
             self.transport = NixlTransport(name, self.address, num_bytes, gpu=self.gpu)
         except BaseException:
             self.slab.close()
@@ -38,28 +36,7 @@ class GpuStage:
         """Copy bytes from `offset` of the stage to an address in host memory."""
         copy_to_host(self.gpu, target, self.address + offset, num_bytes)
 
-    def begin_copies(self, runs: list[tuple[int, int, int]], source_gpu: int) -> int:
-        """Queue copies of (address here, address there, bytes) and return a mark behind them.
-
-        Raises:
-            RuntimeError: the driver refused; the copies that were queued before have ended.
-        """
-        return self._copies.copy(runs, source_gpu)
-
-    def copies_done(self, mark: int) -> bool:
-        """Return whether all copies before a mark are in place.
-
-        Raises:
-            RuntimeError: the device failed.
-        """
-        return self._copies.reached(mark)
-
     def close(self) -> None:
         """Close the transport, then free the memory."""
         self.transport.close()
         self.slab.close()
-
-
-def make_stage(name: str, uuid: str, num_bytes: int) -> GpuStage:
-    """Make a stage; see `GpuStage`."""
-    return GpuStage(name, uuid, num_bytes)

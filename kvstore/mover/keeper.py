@@ -1,4 +1,4 @@
-"""Keeps a node store's mover running: starts one, waits until it is ready, and replaces it if it fails or dies.
+"""Keep a node store's mover running: start one, wait until it is ready, replace it if it fails or dies.
 
 The caller decides how a mover is started: actors/node_store.py makes Ray actors, tests make plain processes.
 """

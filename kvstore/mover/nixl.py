@@ -1,11 +1,9 @@
 """NIXL behind the Transport protocol: the only file that imports NIXL.
 
-Three things differ from NIXL's own Python wrapper, each measured (docs/adr/0004):
-- the progress thread is event-driven. The wrapper sets its delay to 0, which burns a core per agent;
-  with a long delay it sleeps, still wakes on events, and transfers get faster and steadier;
-- one strided row describes a whole slab, and requests are made from index arrays, so that neighbouring
-  slots merge into one descriptor and nothing is built per block in Python;
-- errors come as exceptions; each of them maps to one of kvstore's.
+Two things differ from NIXL's own Python wrapper, each measured (docs/adr/0004). The progress thread is event-driven:
+the wrapper sets its delay to 0, which burns a core per agent. With a long delay it sleeps, still wakes on events, and
+transfers get faster and steadier. And one strided row describes a whole slab, and requests are made from index arrays,
+so that neighbouring slots merge into one descriptor and nothing is built per block in Python.
 """
 
 from __future__ import annotations
@@ -30,21 +28,8 @@ logger = logging.getLogger(__name__)
 #: The progress thread wakes on events and at least this often.
 PROGRESS_DELAY_US = 100_000
 
-#: The error of kvstore for each error class of the bindings.
-ERROR_OF_NIXL: dict[str, type[TransferError]] = {
-    "nixlRemoteDisconnectError": PeerLost,
-    "nixlNotFoundError": PeerLost,
-    "nixlBackendError": TransferError,
-    "nixlInvalidParamError": TransferError,
-    "nixlMismatchError": TransferError,
-    "nixlNotAllowedError": TransferError,
-    "nixlNotPostedError": TransferError,
-    "nixlNotSupportedError": TransferError,
-    "nixlRepostActiveError": TransferError,
-    "nixlUnknownError": TransferError,
-    "nixlCancelledError": TransferError,
-    "nixlNoTelemetryError": TransferError,
-}
+#: Errors of the bindings that mean that the peer is lost; all others are a plain TransferError.
+LOST_PEER = frozenset({"nixlRemoteDisconnectError", "nixlNotFoundError"})
 
 
 def load_bindings() -> ModuleType:
@@ -56,9 +41,13 @@ def load_bindings() -> ModuleType:
     set_ucx_defaults()
     cuda = str(getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or "12")
     problems = []
-    for load in (_load_cu13, _load_cu12) if cuda.startswith("13") else (_load_cu12, _load_cu13):
+    for is_13 in (True, False) if cuda.startswith("13") else (False, True):
         try:
-            return load()
+            if is_13:
+                import nixl_cu13._bindings as bindings
+            else:
+                import nixl_cu12._bindings as bindings
+            return cast(ModuleType, bindings)
         except ImportError as error:
             problems.append(str(error))
     raise RegistrationFailed(
@@ -66,24 +55,10 @@ def load_bindings() -> ModuleType:
     )
 
 
-def _load_cu12() -> ModuleType:
-    import nixl_cu12._bindings as bindings
-
-    return cast(ModuleType, bindings)
-
-
-def _load_cu13() -> ModuleType:
-    import nixl_cu13._bindings as bindings
-
-    return cast(ModuleType, bindings)
-
-
 def plugin_memory_types() -> dict[str, list[str]]:
     """Return the memory types of each NIXL plugin that loads here; the others map to an empty list."""
     nixl = load_bindings()
-    agent = nixl.nixlAgent(
-        f"raykv-probe-{secrets.token_hex(4)}", _agent_config(nixl, telemetry=False, progress_delay_us=PROGRESS_DELAY_US)
-    )
+    agent = nixl.nixlAgent(f"raykv-probe-{secrets.token_hex(4)}", _agent_config(nixl, PROGRESS_DELAY_US))
     found: dict[str, list[str]] = {}
     for plugin in sorted(agent.getAvailPlugins()):
         try:
@@ -93,13 +68,13 @@ def plugin_memory_types() -> dict[str, list[str]]:
     return found
 
 
-def _agent_config(nixl: ModuleType, *, telemetry: bool, progress_delay_us: int | None) -> Any:
+def _agent_config(nixl: ModuleType, progress_delay_us: int | None) -> Any:
     config = nixl.nixlAgentConfig()
     config.useProgThread = progress_delay_us is not None
     config.useListenThread = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_RW
     config.pthrDelay = progress_delay_us or 0
-    config.captureTelemetry = telemetry
+    config.captureTelemetry = True
     return config
 
 
@@ -117,7 +92,7 @@ def _make_agent(
 ) -> _Agent:
     what = "start NIXL's UCX backend (with an NVIDIA GPU here a UCX_TLS that is set has to name cuda_copy too)"
     try:
-        handle = nixl.nixlAgent(name, _agent_config(nixl, telemetry=True, progress_delay_us=progress_delay_us))
+        handle = nixl.nixlAgent(name, _agent_config(nixl, progress_delay_us))
         backend = handle.createBackend("UCX", {})
         what = f"register {num_bytes} bytes with NIXL over UCX (on InfiniBand memlock must be unlimited)"
         segment = nixl.DRAM_SEG if gpu is None else nixl.VRAM_SEG
@@ -131,9 +106,8 @@ def _make_agent(
 class NixlTransport:
     """NIXL over UCX with one slab of host or device memory: an agent that peers read from, and one that reads.
 
-    The serving agent has an event-driven progress thread. The reading agent has none: `poll` does its work, on
-    the caller's thread. With a thread, two threads share the copying and its lock, and a READ falls to half
-    its speed as soon as other work needs the other core (docs/adr/0004).
+    The reading agent has no progress thread: `poll` does its work, on the caller's thread. With one, two threads share
+    the copying and its lock, and a READ falls to half its speed when other work needs the other core (docs/adr/0004).
 
     Args:
         name: unique for each life of the process that owns it: NIXL and peers cache by this name.
@@ -330,5 +304,5 @@ class NixlTransport:
 
 def translate_error(error: Exception, what: str) -> TransferError:
     """Return kvstore's error for an exception of the bindings."""
-    cls = ERROR_OF_NIXL.get(type(error).__name__, TransferError)
-    return cls(f"{what}: {type(error).__name__}: {error}")
+    name = type(error).__name__
+    return (PeerLost if name in LOST_PEER else TransferError)(f"{what}: {name}: {error}")

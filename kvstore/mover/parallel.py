@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Annotated
 
 import msgspec
 
@@ -23,14 +24,16 @@ _LOOK_S = 2e-4
 #: A reader polls less often if no READ ended for this long: its peer may have stopped.
 _STALLED_AFTER_S, _STALLED_PAUSE_S = 0.1, 0.001
 _STOP_TIMEOUT_S = 5.0
-_decode_agents = decoder(list[bytes])
+#: Of the agents of one or more servers.
+_Agents = Annotated[list[bytes], msgspec.Meta(min_length=1)]
+_decode_agents: Callable[[bytes], list[bytes]] = decoder(_Agents)
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     """A READ in parts: `left` of them may still write; `error` is of the first part that failed.
 
-    If one part is lost (`is_lost`) the READ never becomes terminal, but no further report of that part will come.
+    If one part is lost (`is_lost`), it may write while this process lives: the READ never becomes terminal.
     """
 
     left: int
@@ -48,11 +51,6 @@ class _Read:
             self.left -= 1
             if self.left == 0:
                 self.ended.set()
-
-    def lose_part(self) -> None:
-        """Note that a part failed, and may write while this process lives."""
-        self.is_lost = True
-        self.ended.set()
 
 
 class _Reader:
@@ -112,7 +110,8 @@ class _Reader:
             if state is ReadState.RUNNING:
                 return False
             if state is ReadState.LOST:
-                read.lose_part()
+                read.is_lost = True
+                read.ended.set()
                 return True  # It will report nothing more.
         except TransferError as failure:
             error = failure
@@ -132,13 +131,11 @@ class ParallelTransport:
     A READ has ended when all its parts have ended or failed. A READ with a notification is not divided: the peer may
     free its blocks on the notification, and one reader does not know the progress of the others.
 
-    Args:
+    Args (this object owns all transports):
         usual: peers read from it and notify it; it also runs the READs that are not shared.
         make_readers: makes the readers that share READs, when the first peer with shared READs is added.
         is_shared: returns whether READs from a peer are shared.
         servers: more transports that peers read from, one for each of their further readers.
-
-    All transports are owned by this object.
     """
 
     def __init__(
@@ -175,7 +172,10 @@ class ParallelTransport:
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Make a peer readable, by the shared readers or by the usual transport."""
         self.forget_peer(peer)
-        agents = _agents(peer, description)
+        try:
+            agents = _decode_agents(description.agent)
+        except ProtocolError as error:
+            raise PeerLost(f"metadata of {peer}: {error}") from error
         shared = self._is_shared(description)
         if not shared:
             self._usual.add_peer(peer, msgspec.structs.replace(description, agent=agents[0]))
@@ -278,18 +278,3 @@ def node_transport(name: str, address: int, num_bytes: int, lane: str, num_reade
         lambda description: num_readers > 1 and (lane == "tcp" or description.same_host),
         servers,
     )
-
-
-def _agents(peer: str, description: PeerDescription) -> list[bytes]:
-    """Return the agents' metadata in a description that `describe` made.
-
-    Raises:
-        PeerLost: the description was not made by `describe`.
-    """
-    try:
-        agents = _decode_agents(description.agent)
-    except ProtocolError as error:
-        raise PeerLost(f"metadata of {peer}: {error}") from error
-    if not agents:
-        raise PeerLost(f"metadata of {peer}: wanted that of one or more agents, got none")
-    return agents

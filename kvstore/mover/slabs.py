@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.errors import PeerLost, RegistrationFailed
 from kvstore.mover.gpu_copies import Neighbours, StageMemory
 from kvstore.mover.messages import NewStage, Spill, StageMade
-from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
+from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, ReadTransport, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,16 @@ class Stage(StageMemory, Protocol):
 MakeStage = Callable[[str, str, int], Stage]
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A stage, what it was made for, and the copies into it from other stages."""
+
+    stage: Stage
+    wanted: NewStage
+    answer: StageMade
+    neighbours: Neighbours
+
+
 class Slabs:
     """A `Transport` over several slabs; a peer's slab is read into the slab that its description names.
 
@@ -52,19 +63,14 @@ class Slabs:
 
     def __init__(self, name: str, arena: Transport, arena_address: int, make_stage: MakeStage) -> None:
         self._name, self._arena, self._arena_address, self._make_stage = name, arena, arena_address, make_stage
-        self._stages: dict[int, Stage] = {}
-        self._neighbours: dict[int, Neighbours] = {}
-        self._agents: set[bytes] = set()
-        self.into: dict[str, Transport] = {}
-        self._handles: dict[int, tuple[Transport, int]] = {}
-        self._next = self._num_made = 0
-        #: Request and answer for the stage of each GPU, by its UUID.
-        self._made: dict[str, tuple[NewStage, StageMade]] = {}
-        self._slot_bytes = 0
-        self._stage_slot_bytes: dict[int, int] = {}
+        self._stages: dict[int, _Made] = {}
+        self.into: dict[str, ReadTransport] = {}
+        self._handles: dict[int, tuple[ReadTransport, int]] = {}
+        self._next = self._num_made = self._slot_bytes = 0
 
-    def _all(self) -> list[Transport]:
-        return [self._arena, *(stage.transport for stage in self._stages.values()), *self._neighbours.values()]
+    def _all(self) -> list[ReadTransport]:
+        made = self._stages.values()
+        return [self._arena, *(each.stage.transport for each in made), *(each.neighbours for each in made)]
 
     @property
     def totals(self) -> ReadTotals:
@@ -90,11 +96,12 @@ class Slabs:
             RegistrationFailed: there is no such GPU, or it does not have that much memory; nothing is held.
         """
         uuid, slot_bytes, num_slots = wanted.uuid, wanted.slot_bytes, wanted.num_slots
-        if uuid in self._made:
-            known, answer = self._made[uuid]
-            if known == wanted:
-                return answer
-            self._drop_stage(uuid)
+        for known in list(self._stages.values()):
+            if known.wanted == wanted:
+                return known.answer
+            if known.wanted.uuid == uuid:
+                del self._stages[known.answer.slab]
+                known.stage.close()
         self._num_made += 1
         number = self._num_made
         try:
@@ -102,40 +109,31 @@ class Slabs:
         except RuntimeError as error:
             raise RegistrationFailed(f"could not stage {num_slots} blocks on GPU {uuid}: {error}") from error
         stage.transport.set_slots(slot_bytes, num_slots)
-        agent = stage.transport.describe()
-        self._agents.add(agent)
-        self._stages[number], self._stage_slot_bytes[number] = stage, slot_bytes
-        self._neighbours[number] = Neighbours(stage, slot_bytes, num_slots)
         logger.info("mover: stage %d of %d bytes on GPU %s", number, slot_bytes * num_slots, uuid)
-        answer = StageMade(number, agent, stage.address, stage.gpu, stage.handle)
-        self._made[uuid] = wanted, answer
+        answer = StageMade(number, stage.transport.describe(), stage.address, stage.gpu, stage.handle)
+        self._stages[number] = _Made(stage, wanted, answer, Neighbours(stage, slot_bytes, num_slots))
         return answer
-
-    def _drop_stage(self, uuid: str) -> None:
-        _, answer = self._made.pop(uuid)
-        self._agents.discard(answer.agent)
-        del self._neighbours[answer.slab], self._stage_slot_bytes[answer.slab]
-        self._stages.pop(answer.slab).close()
 
     def spill(self, wanted: Spill) -> None:
         """Copy slots of a stage into slots of the arena, for readers that cannot reach the stage."""
-        slab = wanted.slab
-        if slab not in self._stages:
-            raise PeerLost(f"wanted a stage of this mover, got slab {slab}")
-        slot_bytes = self._stage_slot_bytes[slab]
+        made = self._stages.get(wanted.slab)
+        if made is None:
+            raise PeerLost(f"wanted a stage of this mover, got slab {wanted.slab}")
         for source, target in zip(wanted.slots.tolist(), wanted.into.tolist(), strict=True):
             address = self._arena_address + target * self._slot_bytes
-            self._stages[slab].copy_out(address, source * slot_bytes, wanted.block_bytes)
+            made.stage.copy_out(address, source * made.wanted.slot_bytes, wanted.block_bytes)
 
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Make a peer's slab readable; see `Transport`."""
-        into = description.into
-        if into and into not in self._stages:
-            raise PeerLost(f"wanted a stage of this mover, got slab {into}")
-        if into and description.agent in self._agents:
-            self.into[peer] = self._neighbours[into]
+        made = self._stages.get(description.into)
+        if description.into and made is None:
+            raise PeerLost(f"wanted a stage of this mover, got slab {description.into}")
+        if made is None:
+            self.into[peer] = self._arena
+        elif any(description.agent == each.answer.agent for each in self._stages.values()):
+            self.into[peer] = made.neighbours
         else:
-            self.into[peer] = self._stages[into].transport if into else self._arena
+            self.into[peer] = made.stage.transport
         self.into[peer].add_peer(peer, description)
 
     def forget_peer(self, peer: str) -> None:
@@ -170,6 +168,6 @@ class Slabs:
     def close(self) -> None:
         """Close every slab."""
         self._arena.close()
-        for stage in self._stages.values():
-            stage.close()
+        for made in self._stages.values():
+            made.stage.close()
         self._stages.clear()

@@ -80,18 +80,12 @@ class ReadTotals:
         return self + ReadTotals(-other.num_reads, -other.num_descriptors, -other.num_bytes)
 
 
-class Transport(Protocol):
-    """One agent with one registered slab."""
+class ReadTransport(Protocol):
+    """Reads into one slab."""
 
     @property
     def totals(self) -> ReadTotals:
         """The transfer backend's own counts over all finished READs."""
-
-    def describe(self) -> bytes:
-        """Return this side's agent metadata for peers."""
-
-    def set_slots(self, slot_bytes: int, num_slots: int) -> None:
-        """Set the division of the local slab into slots; called once, before the first READ."""
 
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Make a peer readable under the name `peer`; an older one of that name is forgotten."""
@@ -121,6 +115,16 @@ class Transport(Protocol):
 
     def notifications(self) -> list[bytes]:
         """Return notifications of peers' finished READs since the last call."""
+
+
+class Transport(ReadTransport, Protocol):
+    """One agent with one registered slab, which it owns and which peers can read."""
+
+    def describe(self) -> bytes:
+        """Return this side's agent metadata for peers."""
+
+    def set_slots(self, slot_bytes: int, num_slots: int) -> None:
+        """Set the division of the local slab into slots; called once, before the first READ."""
 
     def close(self) -> None:
         """Drop handles, lists and the agent, in this order."""

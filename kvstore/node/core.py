@@ -258,9 +258,9 @@ class NodeCore:
             "calls": self.control.num_calls,
             "ports": {
                 "num_malformed": server.num_malformed,
-                "num_strangers_cut": server.num_strangers_cut,
-                "num_unread_cut": server.num_unread_cut,
-                "num_failures": server.num_failures,
+                "num_strangers_cut": server.strangers.num_cut,
+                "num_unread_cut": server.unread.num_cut,
+                "num_failures": server.loop.num_failures,
             },
             "pool": asdict(service.current.stats()) if service.is_attached else None,
             **self.control.handoffs.stats(),

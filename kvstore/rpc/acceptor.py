@@ -25,7 +25,7 @@ class Acceptor:
     """Accepts connections; without descriptors it stops for a while. Only on the server's thread.
 
     A listening socket stays readable as long as a connection waits, so a connection that cannot be accepted would keep
-    the thread awake forever. Waiting connections are accepted when there are descriptors again.
+    the thread awake forever.
 
     Args:
         loop: watches the listening sockets.

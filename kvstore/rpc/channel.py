@@ -42,6 +42,11 @@ def prepare_remote(sock: socket.socket) -> None:
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 1000 * (KEEP_IDLE_S + KEEP_INTERVAL_S * KEEP_PROBES))
 
 
+def set_timeout(sock: socket.socket, option: int, timeout_s: float) -> None:
+    """Bound the time of one system call, by SO_SNDTIMEO or SO_RCVTIMEO; 0 is no bound."""
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6)))
+
+
 class Channel:
     """Sends and receives for one question at a time. Its owner decides which, and closes the socket afterwards.
 
@@ -117,17 +122,14 @@ class Channel:
 
     def receive_soon(self, request: int, wait_s: float, awake_s: float) -> Message | None:
         """Return the next message of an answer, or None. Polls for `awake_s`, then sleeps up to `wait_s`."""
-        until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
-        end_s = clock.now_s() + max(awake_s, 0.0) + wait_s
+        until_s = clock.now_s() + awake_s
+        end_s = until_s + wait_s
         while True:
-            is_awake = bool(until_s) and clock.now_s() < until_s
-            left_s = min(wait_s, end_s - clock.now_s())
-            data = self.read(None if is_awake or left_s <= 0.0 else left_s)
-            if data is None and not is_awake:
-                return None
+            is_awake = (now_s := clock.now_s()) < until_s
+            data = self.read(None if is_awake or end_s <= now_s else min(wait_s, end_s - now_s))
             if data is not None and (message := self.take(request, data)) is not None:
                 return message
-            if not is_awake and clock.now_s() >= end_s:
+            if not is_awake and (data is None or clock.now_s() >= end_s):
                 return None
 
     def short(self, data: memoryview, request: int) -> bytes | None:
@@ -190,5 +192,4 @@ class Channel:
         # A kernel-side receive timeout saves the poll() per call that settimeout() needs. It is set a little longer
         # than wanted, so that calls with the same timeout set it only once.
         self._timeout_s = 1.1 * max(left_s, 1e-3)
-        value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        set_timeout(self.sock, socket.SO_RCVTIMEO, self._timeout_s)

@@ -6,13 +6,12 @@ import math
 import os
 import select
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvstore.errors import NotAsked, StoreBusy, TransferTimeout
-from kvstore.rpc.channel import Channel
+from kvstore.rpc.channel import Channel, set_timeout
 from kvstore.rpc.exchange import Exchange, Question
 from kvstore.rpc.framing import ERROR, PROGRESS, REQUEST, Flag, Message, Op, unpack_error
 from kvstore.runtime import clock
@@ -180,7 +179,7 @@ class ControlClient:
         message = channel.receive(request, asked_s + timeout_s - clock.now_s(), data)
         while message.flag is PROGRESS:
             if (left_s := asked_s + timeout_s - clock.now_s()) <= 0:
-                raise TransferTimeout(f"{self.name}: no answer in time, but only word that it comes soon")
+                raise TransferTimeout(f"{self.name}: no answer in time, only messages that it comes soon")
             progress()
             message = channel.receive(request, left_s)
         channel.unheard = 0
@@ -189,12 +188,8 @@ class ControlClient:
     def call_stream(self, op: Op, payload: bytes, *, timeout_s: float) -> Exchange:
         """Ask once; return an iterator of (is last, payload) over the pieces of the answer, in order.
 
-        The iterator holds the connection's turn until it is closed or has ended after the last piece.
-
-        Args:
-            op: the kind of question.
-            payload: of the question.
-            timeout_s: bounds the wait for each piece.
+        The iterator holds the connection's turn until it is closed or has ended after the last piece. `timeout_s`
+        bounds the wait for each piece.
 
         Raises:
             PeerLost: the connection broke; it is closed.
@@ -204,12 +199,8 @@ class ControlClient:
     def ask(self, op: Op, payload: bytes, progress: Callable[[], None] = lambda: None) -> Question:
         """Ask, and return a `Question` with which the caller looks for the answer later.
 
-        The `Question` holds the connection's turn until it is closed.
-
-        Args:
-            op: the kind of question.
-            payload: of the question.
-            progress: called by `take` on a message that the answer comes soon.
+        It holds the connection's turn until it is closed. Its `take` calls `progress` on a message that the answer
+        comes soon.
 
         Raises:
             PeerLost: the connection broke; it is closed.
@@ -235,10 +226,9 @@ class ControlClient:
         self._say(op, payload, waits=True)
 
     def send_if_free(self, op: Op) -> bool:
-        """Send a message that has no answer, unless it would have to wait.
+        """Send a message that has no answer, unless it would have to wait; return whether it was sent.
 
-        Returns:
-            Whether it was sent: not while a question is under way, also one of this thread, nor over a full socket.
+        It would wait while a question is under way, also one of this thread, and while the socket is full.
 
         Raises:
             PeerLost: the connection broke; it is closed.
@@ -316,7 +306,7 @@ class ControlClient:
         channel = self.channel
         channel.closed = True
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            channel.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+            set_timeout(channel.sock, option, 0.0)
         return channel.sock
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from kvstore.blocks.codec import decode_object, encode_object
 from kvstore.bounds import clip
 from kvstore.errors import ConfigError, KVStoreError, PeerLost, ProtocolError, StoreNotRunning, StoreUnavailable
-from kvstore.rpc.channel import prepare_remote
+from kvstore.rpc.channel import prepare_remote, set_timeout
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.framing import RECEIVE_BYTES, SOCKET_BUFFER_BYTES, Decoder, Flag, Message, Op, packets_of, unpack_error
 
@@ -58,8 +58,8 @@ def connect_local(
         call_timeout_s: for later messages; the same when None.
 
     Returns:
-        (the connection with its `hello` answer, the arena's file, which the caller closes). It is a file object,
-        because a bare descriptor would have no owner if an error or interrupt comes before the caller has it.
+        (the connection with its `hello` answer, the arena's file, which the caller closes). A bare descriptor would
+        have no owner if an error or interrupt comes before the caller has it.
 
     Raises:
         StoreNotRunning: no process listens there.
@@ -152,7 +152,6 @@ def connect_remote(host: str, port: int, hello: dict[str, Any], *, timeout_s: fl
 
 
 def _prepare(sock: socket.socket, timeout_s: float) -> None:
-    value = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    set_timeout(sock, socket.SO_SNDTIMEO, timeout_s)
+    set_timeout(sock, socket.SO_RCVTIMEO, timeout_s)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)

@@ -82,11 +82,8 @@ class Connection:
     _unsent: deque[memoryview] = field(default_factory=deque)
     _num_unsent_bytes: int = 0
     gave: tuple[int, Callable[[], object]] | None = None
-    #: Stays the same when the connection joins another owner.
+    #: Its first owner: stays the same when the connection joins another one.
     name: str = ""
-
-    def __post_init__(self) -> None:
-        self.name = self.name or self.owner
 
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
         """Send a message from any thread, without waiting; False when the client is gone or does not read.
@@ -96,48 +93,30 @@ class Connection:
         side sees its end.
         """
         try:
-            if not fds and len(payload) <= FRAGMENT_BYTES:
-                packet = encode_short(op, flag, request, payload)
-                with self.lock:
-                    if self.closed:  # Its descriptor's number may belong to another file by now.
-                        return False
+            if len(payload) <= FRAGMENT_BYTES:
+                packets = [encode_short(op, flag, request, payload)]
+            else:
+                packets = packets_of(Message(op, flag, request, payload))
+            with self.lock:
+                if self.closed:  # Its descriptor's number may belong to another file by now.
+                    return False
+                if fds:
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+                    if self.sock.sendmsg(packets[:1], [rights]) != len(packets.pop(0)):
+                        raise BlockingIOError(errno.EAGAIN, "the socket took part of a packet with descriptors")
+                left = iter(packets)
+                for packet in left:
                     try:
                         sent = 0 if self._unsent else self.sock.send(packet)
                     except BlockingIOError:
                         sent = 0
                     if sent != len(packet):
-                        self._keep([packet], sent)
-                return True
-            packets = packets_of(Message(op, flag, request, payload))
-            with self.lock:
-                if self.closed:
-                    return False
-                if fds:
-                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-                    sent = self.sock.sendmsg(packets[:1], [rights])
-                    if sent != len(packets.pop(0)):
-                        raise BlockingIOError(errno.EAGAIN, "the socket took part of a packet with descriptors")
-                num_out, sent = self._send_now(packets)
-                if num_out < len(packets):
-                    self._keep(packets[num_out:], sent)
+                        self._keep([packet, *left], sent)
         except OSError as error:
             logger.debug("%s: could not send %s: %s", self.owner, op.name, error)
             self.shut_down()
             return False
         return True
-
-    def _send_now(self, packets: list[bytes]) -> tuple[int, int]:
-        """Send as much as the socket takes; return (whole packets sent, bytes sent of the next one)."""
-        if not self._unsent:
-            for i, packet in enumerate(packets):
-                try:
-                    sent = self.sock.send(packet)
-                except BlockingIOError:
-                    return i, 0
-                if sent != len(packet):
-                    return i, sent
-            return len(packets), 0
-        return 0, 0
 
     def _keep(self, packets: list[bytes], sent: int) -> None:
         """Keep packets to send later, without the first `sent` bytes; with the lock held."""
@@ -163,12 +142,12 @@ class Connection:
                 packet = self._unsent[0]
                 sent = self.sock.send(packet)
                 self.taken_s = clock.now_s()
+                self._num_unsent_bytes -= sent
                 if sent != len(packet):
                     self._unsent[0] = packet[sent:]
-                    self._num_unsent_bytes -= sent
-                    continue
-                self._unsent.popleft()
-                self._num_unsent_bytes -= sent + _PACKET_BYTES
+                else:
+                    self._unsent.popleft()
+                    self._num_unsent_bytes -= _PACKET_BYTES
             self._unblock()
 
     def drop_unsent(self) -> None:
@@ -201,9 +180,7 @@ class Connection:
         self.pending.clear()
 
     def kill(self) -> bool:
-        """Kill the process of a local connection by its pidfd, never by its pid.
-
-        Only on the server's thread, because that closes the pidfd.
+        """Kill the process of a local connection by its pidfd, never by its pid; on the server's thread.
 
         Returns:
             False when the kernel cannot name the process, or when it is this one.

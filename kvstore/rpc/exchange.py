@@ -20,8 +20,8 @@ class Exchange:
 
     Args:
         channel: the question was sent on it.
-        turn: of the connection, held until `close`.
-        end_turn: ends the turn, and closes a connection that was shut down.
+        turn: of the connection, held until `close`, which calls `end_turn` with it.
+        end_turn: also closes a connection that was shut down.
         request: the number of the question.
         timeout_s: bounds the wait for each piece.
 
@@ -43,12 +43,7 @@ class Exchange:
         return self
 
     def __next__(self) -> Piece:
-        """Return the next piece.
-
-        Raises:
-            KVStoreError: the error that the other side raised, of the same class; nothing follows.
-            PeerLost, TransferTimeout: as for `ControlClient.call`.
-        """
+        """Return the next piece. Raises as `take` does, and TransferTimeout as `ControlClient.call` does."""
         if self.is_finished or self._closed:
             self.close()
             raise StopIteration
@@ -111,16 +106,9 @@ class Question:
         self.fileno, self.close = exchange.fileno, exchange.close
 
     def take(self, wait_s: float = 0.0) -> bytes | None:
-        """Return the answer's payload; None while it is not complete.
+        """Return the answer's payload; None while it is not complete. Raises as `Exchange.take` does.
 
-        It reads once, so that a peer that keeps sending cannot hold a thread that serves others, too.
-
-        Args:
-            wait_s: how long to wait for more bytes.
-
-        Raises:
-            KVStoreError: the error that the other side raised, of the same class.
-            PeerLost: the connection broke.
+        It waits once, for at most `wait_s`: a peer that keeps sending cannot hold a thread that serves others, too.
         """
         exchange, channel = self._exchange, self._exchange.channel
         if (data := channel.read(wait_s or None)) is None:

@@ -16,6 +16,7 @@ from kvstore.blocks.codec import decode_object, encode_object
 from kvstore.errors import KVStoreError, ProtocolError, all_error_types
 
 HEADER = struct.Struct("<4sHBBIQ")
+_HEADER_BYTES = HEADER.size
 _MAGIC = b"RKV1"
 FRAGMENT_BYTES = 96 << 10
 #: The most bytes read from a socket at once; a packet is shorter.
@@ -26,8 +27,6 @@ SOCKET_BUFFER_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 64 << 20
 #: Length of the key that makes the connections of one client one owner.
 OWNER_KEY_DIGITS = 32
-
-
 #: The longest message that a connection may send before its HELLO is accepted; bounds its memory here, too.
 STRANGER_BYTES = 4 << 10
 _MAX_ERROR_CHARS = 2000
@@ -114,11 +113,10 @@ def packets_of(message: Message, fragment_bytes: int = FRAGMENT_BYTES) -> list[b
     payload = message.payload
     if len(payload) <= fragment_bytes:
         return [encode_short(*message)]
-    last = max(0, (len(payload) - 1) // fragment_bytes)
     packets = []
-    for i in range(last + 1):
-        part = payload[i * fragment_bytes : (i + 1) * fragment_bytes]
-        more = int(i < last)
+    for start in range(0, len(payload), fragment_bytes):
+        part = payload[start : start + fragment_bytes]
+        more = start + fragment_bytes < len(payload)
         packets.append(HEADER.pack(_MAGIC, message.op, message.flag, more, len(part), message.request) + part)
     return packets
 
@@ -128,32 +126,20 @@ def encode_short(op: Op, flag: Flag, request: int, payload: bytes) -> bytes:
     return HEADER.pack(_MAGIC, op, flag, 0, len(payload), request) + payload
 
 
-def decode_short(packet: memoryview) -> Message | None:
-    """Return the message if the packet is a whole one; otherwise None, and a `Decoder` must take it."""
-    if len(packet) < HEADER.size:
-        return None
-    magic, op, flag, more, length, request = HEADER.unpack_from(packet)
-    known_op, known_flag = _OPS.get(op), _FLAGS.get(flag)
-    if magic != _MAGIC or more or length != len(packet) - HEADER.size or known_op is None or known_flag is None:
-        return None
-    return Message(known_op, known_flag, request, bytes(packet[HEADER.size :]))
-
-
 def short_reply(packet: memoryview, request: int) -> bytes | None:
     """Return the payload if the packet is the whole reply to a request, otherwise None."""
-    if len(packet) < HEADER.size:
+    if len(packet) < _HEADER_BYTES:
         return None
     magic, _, flag, more, length, answered = HEADER.unpack_from(packet)
-    if answered != request or flag != REPLY or more or length != len(packet) - HEADER.size or magic != _MAGIC:
+    if answered != request or flag != REPLY or more or length != len(packet) - _HEADER_BYTES or magic != _MAGIC:
         return None
-    return bytes(packet[HEADER.size :])
+    return bytes(packet[_HEADER_BYTES:])
 
 
 class Decoder:
     """Turns packets, or pieces of a TCP stream, into messages.
 
-    Args:
-        max_bytes: the longest accepted message; may be changed between two messages.
+    The longest accepted message, `max_bytes`, may be changed between two messages.
     """
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -173,15 +159,15 @@ class Decoder:
         Raises:
             ProtocolError: the packet is not of this protocol.
         """
-        if len(packet) < HEADER.size:
-            raise ProtocolError(f"wanted at least {HEADER.size} bytes of header, got {len(packet)}")
+        if len(packet) < _HEADER_BYTES:
+            raise ProtocolError(f"wanted at least {_HEADER_BYTES} bytes of header, got {len(packet)}")
         magic, op, flag, more, length, request = HEADER.unpack_from(packet)
-        if magic != _MAGIC or len(packet) != HEADER.size + length:
-            raise ProtocolError(f"wanted a {_MAGIC!r} packet of {HEADER.size + length} bytes, got {len(packet)}")
+        if magic != _MAGIC or len(packet) != _HEADER_BYTES + length:
+            raise ProtocolError(f"wanted a {_MAGIC!r} packet of {_HEADER_BYTES + length} bytes, got {len(packet)}")
         # A part costs more memory than its bytes, so the number of empty parts is bounded, too.
-        if self._num_bytes + length > self.max_bytes or len(self._parts) * HEADER.size > self.max_bytes:
+        if self._num_bytes + length > self.max_bytes or len(self._parts) * _HEADER_BYTES > self.max_bytes:
             raise ProtocolError(f"wanted at most {self.max_bytes} bytes in a message, got more")
-        payload = bytes(packet[HEADER.size :])
+        payload = bytes(packet[_HEADER_BYTES:])
         if more or self._parts:
             self._num_bytes += length
             self._parts.append(payload)
@@ -206,24 +192,24 @@ class Decoder:
         Raises:
             ProtocolError: the bytes are not of this protocol.
         """
-        if self.is_between and len(data) <= self.max_bytes and (message := decode_short(memoryview(data))) is not None:
-            return [message]  # The usual case.
+        size = len(data)
+        if size >= _HEADER_BYTES and not self._stream and HEADER.unpack_from(data)[4] == size - _HEADER_BYTES:
+            return self.packets(data)  # The usual case: one whole packet.
         self._stream += data
-        messages, at = [], 0
-        while len(self._stream) - at >= HEADER.size:
+        messages: list[Message] = []
+        at = 0
+        while len(self._stream) - at >= _HEADER_BYTES:
             magic, _, _, _, length, _ = HEADER.unpack_from(self._stream, at)
             if magic != _MAGIC or length > self.max_bytes:
                 raise ProtocolError(
                     f"wanted a packet that begins with {_MAGIC!r} and has at most {self.max_bytes} bytes, "
                     f"got {bytes(magic)!r} and {length} bytes"
                 )
-            end = at + HEADER.size + length
+            end = at + _HEADER_BYTES + length
             if len(self._stream) < end:
                 break
-            message = self.packet(bytes(self._stream[at:end]))
+            messages += self.packets(bytes(self._stream[at:end]))
             at = end
-            if message is not None:
-                messages.append(message)
         del self._stream[:at]
         return messages
 

@@ -41,18 +41,9 @@ class AbortHandoff(Record, frozen=True):
 class FetchRequest(Record, frozen=True):
     """Ask the client's own store for the blocks of a ticket, on any node.
 
-    Args:
-        key: of the ticket.
-        namespace: of the ticket, and of the client.
-        epoch: of the store that has the blocks.
-        node_id: that store's node.
-        num_blocks: of the ticket.
-        ttl_s: how long the client wants to hold blocks that it copies directly from the publisher's slots.
-        timeout_s: give up after this long.
-        from_slab: of the ticket.
-        slab: the client's own stage, 0 if it has none.
-        generation: generation of the mover that has this stage.
-        is_early: of the ticket.
+    `epoch` and `node_id` are of the store that has the blocks. The client wants to hold blocks that it copies directly
+    from the publisher's slots for `ttl_s`, and gives up after `timeout_s`. `slab` is its own stage, 0 if it has none,
+    in the mover of this `generation`. The other fields are those of the ticket.
     """
 
     key: Digest
@@ -98,17 +89,8 @@ class AskStage(Record, frozen=True):
 class StageFound(Record, frozen=True):
     """Describe one stage of a node, for one generation of its mover.
 
-    Args:
-        slab: its number in that mover.
-        generation: of the mover.
-        uuid: of the GPU.
-        handle: with it, a worker maps the stage.
-        agent: of NIXL, for the readers of the stage.
-        address: of its first byte in the mover.
-        gpu: ordinal in the mover.
-        slot_bytes: distance between its slots.
-        num_slots: all slots, including the `num_warm` empty ones.
-        num_warm: slots at the end that never hold blocks; warming up a lane reads them.
+    A worker maps it with `handle`. `slab` is its number and `gpu` the GPU's ordinal in that mover. `slot_bytes` is the
+    distance between slots. The last `num_warm` of its `num_slots` never hold blocks; warming up a lane reads them.
     """
 
     slab: U32

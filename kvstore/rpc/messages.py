@@ -135,11 +135,7 @@ class Progress(Record, frozen=True):
 
     @property
     def slots(self) -> IndexArray:
-        """The slots.
-
-        Raises:
-            ProtocolError: the bytes are not whole integers.
-        """
+        """The slots; raises ProtocolError if the bytes are not whole integers."""
         return ints_in(self.packed_slots)
 
     def slots_after(self, num_ready: int, num_blocks: int, num_slots: int) -> IndexArray:

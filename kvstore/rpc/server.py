@@ -1,15 +1,9 @@
-"""Serve control connections: one thread and one epoll, for workers, movers and peers alike.
-
-The kernel names the process of a local connection (peer credentials and peer pidfd). So the store takes back what a
-dead worker held, and never what a live one holds. An owner may have several connections, all of one process. A
-closed connection only stops grants; the owner counts as gone when its process has ended, or when it said goodbye.
-"""
+"""Serve control connections: one thread and one epoll, for workers, movers and peers alike."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import struct
 from collections import Counter
@@ -18,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 
 from kvstore.bounds import clip
-from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
+from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.rpc.acceptor import Acceptor, peer_pidfd
 from kvstore.rpc.channel import prepare_remote
 from kvstore.rpc.connection import Connection, Handler, Role
@@ -31,12 +25,11 @@ from kvstore.rpc.framing import (
     Flag,
     Message,
     Op,
-    decode_short,
     pack_error,
 )
+from kvstore.rpc.limits import Strangers, Unread
+from kvstore.rpc.owners import Owners
 from kvstore.rpc.socket_files import SocketFile
-from kvstore.rpc.strangers import Strangers
-from kvstore.rpc.unread import Unread
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
 from kvstore.runtime.loop import ControlLoop
@@ -52,13 +45,12 @@ _STREAM_BYTES = 32 << 10
 
 
 class ControlServer:
-    """Listens and dispatches.
+    """Listens, and has each message served on one thread.
 
     Args:
         handler: called on the server's thread for each message; must not block. It sets the role of a connection
             whose HELLO it accepts; all others are cut.
-        on_gone: called once per connection that is forgotten. Either its owner has ended permanently (`ended`), or
-            the end cannot be noticed, because the owner is remote or cannot be watched, or holds nothing.
+        on_gone: called once per connection that is forgotten; see `Owners`.
         on_tick: called about every `tick_s` seconds while `wants_ticks()` is true.
         holds: whether the store keeps anything for the owner of a closed connection until its process has ended.
         max_bytes: longest accepted message, by role; for other roles kvstore.rpc.framing.MAX_MESSAGE_BYTES.
@@ -74,12 +66,15 @@ class ControlServer:
         holds: Callable[[Connection], bool] = lambda connection: True,
         max_bytes: Mapping[Role, int] = MappingProxyType({}),
     ) -> None:
-        self._max_bytes = max_bytes
-        self.handler, self.on_gone, self._holds = handler, on_gone, holds
+        self.handler, self._max_bytes = handler, max_bytes
         self._on_tick, self._is_tick_wanted = on_tick, wants_ticks
         self.loop = ControlLoop(self._tick, self._wants_ticks, tick_s, self._shut_down)
         self.watch, self.unwatch = self.loop.watch, self.loop.unwatch
         self.wake, self.stay_awake, self.is_serving = self.loop.wake, self.loop.stay_awake, self.loop.is_serving
+        self.start = self.loop.start
+        self.owners = Owners(self.loop, self._let_go, on_gone, holds)
+        self._close, self.connections = self.owners.close, self.owners.connections
+        self.join, self.end_replaced = self.owners.join, self.owners.end_replaced
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._num_connections = 0
         self._file: SocketFile | None = None
@@ -89,9 +84,6 @@ class ControlServer:
         self._log = LogLimit()
         #: Messages that were not of this protocol.
         self.num_malformed = 0
-        self.connections: set[Connection] = set()
-        #: Of this host, by their owner.
-        self._owned: dict[str, set[Connection]] = {}
         self.port = 0
         self.num_served: Counter[Op] = Counter()
 
@@ -110,28 +102,9 @@ class ControlServer:
         self.port = sock.getsockname()[1]
         self.acceptor.listen(sock)
 
-    def start(self) -> None:
-        """Start the server's thread."""
-        self.loop.start()
-
-    @property
-    def num_failures(self) -> int:
-        """How often a call on the thread raised an unexpected error."""
-        return self.loop.num_failures
-
     def stop(self, timeout_s: float = 2.0) -> None:
         """Close all connections and end the thread; may be called again."""
         self.loop.stop(timeout_s)
-
-    @property
-    def num_strangers_cut(self) -> int:
-        """How many connections were cut before their HELLO was accepted."""
-        return self.strangers.num_cut
-
-    @property
-    def num_unread_cut(self) -> int:
-        """How many connections were cut because their clients did not read their answers."""
-        return self.unread.num_cut
 
     def _wants_ticks(self) -> bool:
         has_own = len(self.strangers) > 0 or len(self.unread) > 0 or self.acceptor.is_paused
@@ -140,7 +113,7 @@ class ControlServer:
     def _tick(self) -> None:
         with contextlib.ExitStack() as parts:
             # Called from last to first; each is called even if others raise.
-            parts.callback(self._let_go_of_closed)
+            parts.callback(self.owners.forget_closed)
             if self._is_tick_wanted():
                 parts.callback(self._on_tick)
             parts.callback(self.strangers.tick, self.loop.now_s())
@@ -152,7 +125,7 @@ class ControlServer:
         self._num_connections += 1
         fd, local = sock.fileno(), not host
         owner = f"{'local' if local else 'peer'}-{self._num_connections}"
-        connection = Connection(sock, owner, local, host or "this host")
+        connection = Connection(sock, owner, local, host or "this host", name=owner)
         connection.want_writable = partial(self._want_writable, connection)
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -163,15 +136,12 @@ class ControlServer:
         else:
             prepare_remote(sock)
         try:
-            if local and connection.pidfd >= 0:
-                self.watch(connection.pidfd, partial(self.owner_died, connection))
+            self.owners.watch(connection)
             self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
         except BaseException:
-            self._watch_no_more(connection)  # The acceptor closes the socket.
+            self.owners.unwatch(connection)  # The acceptor closes the socket.
             raise
-        self.connections.add(connection)
-        if local:
-            self._owned[owner] = {connection}
+        self.owners.add(connection)
         self.strangers.came(connection)
 
     def _want_writable(self, connection: Connection, wanted: bool) -> None:
@@ -199,7 +169,7 @@ class ControlServer:
                 return
         try:
             local = connection.local
-            if not local and connection.pending:
+            if connection.pending:
                 self._serve_pending(connection)
                 return
             data = self._received[: connection.sock.recv_into(self._received, 0 if local else _STREAM_BYTES)]
@@ -209,27 +179,18 @@ class ControlServer:
             if not local:
                 connection.pending.extend(connection.decoder.stream(data))
                 self._serve_pending(connection)
-                return
-            known = connection.role and connection.decoder.is_between
-            message = decode_short(data) if known else None
-            if message is None:
-                message = connection.decoder.packet(data)
-            if message is not None:
+            elif (message := connection.decoder.packet(data)) is not None:
                 self.serve(connection, message)
         except BlockingIOError:
-            return
-        except ConnectionResetError as error:
-            # A local client closed with an answer unread. The kernel reports this once, before the client's last
-            # messages, which may have its goodbye: so go on reading.
-            if not connection.local:
-                logger.debug("%s: %s", connection.owner, error)
-                self._close(connection)
             return
         except ProtocolError as error:
             self._turn_away(connection, error)
         except OSError as error:
-            logger.debug("%s: %s", connection.owner, error)
-            self._close(connection)
+            # A local client closed with an answer unread if this is a reset. The kernel reports this once, before the
+            # client's last messages, which may have its goodbye: so go on reading.
+            if not connection.local or not isinstance(error, ConnectionResetError):
+                logger.debug("%s: %s", connection.owner, error)
+                self._close(connection)
         except Exception:
             self._close(connection)
             raise
@@ -252,25 +213,21 @@ class ControlServer:
         serve = connection.routes.get(op)
         if serve is None:
             if op is _GOODBYE:
-                self.owner_died(connection)
+                self.owners.died(connection)
                 return
             if op is _HELLO or not connection.role:
                 self._hear_hello(connection, message)
                 return
             serve = self.handler
         self.num_served[op] += 1
-        malformed: Exception | None = None
+        flag, malformed = REPLY, None
         try:
             answer = serve(connection, message)
-        except ProtocolError as error:
-            malformed, answer, flag = error, pack_error(error), Flag.ERROR
-        except KVStoreError as error:
-            answer, flag = pack_error(error), Flag.ERROR
         except Exception as error:
-            logger.exception("control: %s failed", op.name)
+            if not isinstance(error, KVStoreError):
+                logger.exception("control: %s failed", op.name)
             answer, flag = pack_error(error), Flag.ERROR
-        else:
-            flag = REPLY
+            malformed = error if isinstance(error, ProtocolError) else None
         if answer is not None and message.flag is REQUEST and not connection.send(op, flag, message.request, answer):
             self._close(connection)
         if malformed is not None:
@@ -278,13 +235,12 @@ class ControlServer:
 
     def _hear_hello(self, connection: Connection, message: Message) -> None:
         """Serve the HELLO of a stranger, which has to be its first message."""
-        known = connection.role
         self.num_served[message.op] += 1
         try:
             if message.op is not _HELLO:
                 raise ProtocolError(f"wanted HELLO first, got {message.op.name}")
-            if known:
-                raise ProtocolError(f"wanted one HELLO on a connection, got another one of a {known}")
+            if connection.role:
+                raise ProtocolError(f"wanted one HELLO on a connection, got another one of a {connection.role}")
             answer = self.handler(connection, message)
             if not connection.role:
                 raise ProtocolError("wanted a HELLO that names a role")
@@ -304,109 +260,20 @@ class ControlServer:
         if not connection.role:
             self.strangers.refused(connection, error)
         elif self._log.passes():
-            more, text = (
-                self._log.take_held_back(),
-                "control: the connection of %s, a %s, is cut: %s (%d more not logged)",
-            )
+            text = "control: the connection of %s, a %s, is cut: %s (%d more not logged)"
             trace = None if isinstance(error, KVStoreError) else error
+            more = self._log.take_held_back()
             logger.warning(text, connection.owner, connection.role, clip(error, 300), more, exc_info=trace)
         self._close(connection)
 
-    def _close(self, connection: Connection) -> None:
-        if connection.closed:
-            return
-        connection.closed = True
+    def _let_go(self, connection: Connection) -> None:
         self.strangers.left(connection)
         self.unwatch(connection.sock.fileno())
         connection.close()
         self.unread.left(connection)  # Last: until its lock was taken, another thread may have noted it.
-        if connection.ended or not self._is_needed(connection):
-            self._forget(connection)
-
-    def _is_needed(self, closed: Connection) -> bool:
-        """Return whether to keep a closed connection: to notice its owner's end, or undo its last answer."""
-        # An owner that holds nothing is not watched: a live process may connect any number of times.
-        if not self._holds(closed):
-            return False
-        if any(c is not closed and c.pidfd >= 0 for c in self._owned.get(closed.owner, ())):
-            self._watch_no_more(closed)
-        return closed.pidfd >= 0 or closed.gave is not None
-
-    def join(self, connection: Connection, owner: str) -> None:
-        """Add a local connection to an owner; on the server's thread.
-
-        Raises:
-            InvalidRequest: the owner is another process.
-        """
-        if any(other.pid != connection.pid for other in self._owned.get(owner, ())):
-            raise InvalidRequest(
-                f"this owner is another process than {connection.pid}; make a new client in each process"
-            )
-        self._disown(connection)
-        connection.owner = owner
-        self._owned.setdefault(owner, set()).add(connection)
-
-    def _disown(self, connection: Connection) -> None:
-        if (owned := self._owned.get(connection.owner)) is not None:
-            owned.discard(connection)
-            if not owned:
-                del self._owned[connection.owner]
-
-    def end_replaced(self, name: str, since: int, successor: Connection) -> None:
-        """Close a replaced connection of the same owner, and undo its lost answer; on the server's thread.
-
-        Args:
-            name: of the connection that the client has given up.
-            since: its first question whose answer the client did not get.
-            successor: the connection that reports this.
-        """
-        for connection in self._owned.get(successor.owner, ()):
-            if connection.name == name and connection is not successor:
-                gave, connection.gave = connection.gave, None
-                if gave is not None and gave[0] >= since:
-                    gave[1]()
-                if connection.closed:
-                    self._forget(connection)
-                else:
-                    self._close(connection)
-                return
-
-    def _let_go_of_closed(self) -> None:
-        for connection in [c for c in self.connections if c.closed and not self._holds(c)]:
-            self._forget(connection)
-
-    def owner_died(self, connection: Connection) -> None:
-        """End all connections of the process that owned `connection`."""
-        # All its connections at once: what it asked over another before is not granted to nobody.
-        for each in list(self._owned.get(connection.owner, ())) or [connection]:
-            each.ended = True
-            if each.closed:
-                self._forget(each)
-            else:
-                self._close(each)
-
-    def _watch_no_more(self, connection: Connection) -> None:
-        pidfd, connection.pidfd = connection.pidfd, -1
-        if pidfd >= 0:
-            self.unwatch(pidfd)
-            os.close(pidfd)
-
-    def _forget(self, connection: Connection) -> None:
-        self._watch_no_more(connection)
-        if connection in self.connections:
-            self.connections.remove(connection)
-            self._disown(connection)
-            self.on_gone(connection)
 
     def _shut_down(self) -> None:
         self.acceptor.close()
-        for connection in list(self.connections):
-            connection.closed = True
-            connection.close()
-            pidfd, connection.pidfd = connection.pidfd, -1
-            if pidfd >= 0:
-                os.close(pidfd)
-        self.connections.clear()
-        self._owned.clear()
+        self.owners.clear()
         if self._file is not None:
             self._file.remove()

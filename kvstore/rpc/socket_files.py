@@ -15,12 +15,7 @@ _UNFINISHED_FOR_S = 3600.0
 
 
 class SocketFile:
-    """The file of one socket.
-
-    Args:
-        path: of the file once the socket listens.
-        sock: the socket; bound here.
-    """
+    """The file of one socket, which is bound here. It is at `path` once the socket listens."""
 
     def __init__(self, path: str, sock: socket.socket) -> None:
         self._path, self._unfinished = path, os.path.splitext(path)[0] + _UNFINISHED

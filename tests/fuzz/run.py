@@ -144,7 +144,7 @@ def bury(server: ControlServer) -> None:
         server.unwatch(read_fd)
         alive = {c.owner for c in server.connections if not c.closed}
         for connection in [c for c in server.connections if c.closed and c.owner not in alive]:
-            server.owner_died(connection)
+            server.owners.died(connection)
         done.set()
 
     server.watch(read_fd, then)

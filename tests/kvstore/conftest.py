@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -17,7 +18,6 @@ from kvstore.client.client import Client
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import PeerLost
 from kvstore.memory.arena import attach_arena
-from kvstore.mover.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.mover.process import Mover
 from kvstore.mover.slabs import Slabs
 from kvstore.node.core import NodeCore
@@ -26,6 +26,7 @@ from kvstore.remote.directory_link import Hints
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Flag, Message, Op, packets_of
+from tests.kvstore.loopback import LoopbackNetwork, LoopbackTransport
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
 HOST = "127.0.0.1"
@@ -83,7 +84,8 @@ class InProcessMover:
                 sock.sendall(packet)
 
     def join(self):
-        self.mover.stop()
+        with contextlib.suppress(OSError):  # It has ended by itself.
+            self.sock.shutdown(socket.SHUT_RD)
         self.thread.join(6.0)
         assert not self.thread.is_alive()
         self.transport.close()

@@ -146,7 +146,7 @@ class Held:
         self.num_published = self.core.pool.stats().num_published
         self.job = nodes.two.client.load(nodes.hashes, list(range(NUM_BLOCKS)), timeout_s=4.0)
         wait_until(lambda: len(transport.handles) > 0)
-        (self.read_id,) = self.core.state.mover.reads
+        (self.read_id,) = self.core.state.mover.unfinished.reads
 
     def has_published(self):
         return self.core.pool.stats().num_published > self.num_published

@@ -101,7 +101,7 @@ def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(
     monkeypatch.setattr(link, "expect_read", lambda word: (heard.append(word), expect_read(word)))
     computed.set()
     wait_until(lambda: heard)
-    assert heard[0] in cluster.movers["b"].mover.waking, "the mover knows which lane that is"
+    assert heard[0] in cluster.movers["b"].mover.reads.waking, "the mover knows which lane that is"
     assert not job.done(), "they are not packed yet"
     packing.set()
     assert job.result(10).num_blocks == 10
@@ -119,9 +119,9 @@ def test_of_blocks_that_the_device_has_come_to_already_nobody_is_told(cluster, w
 def test_a_lane_that_is_known_is_woken_and_counted_for_blocks_alone(cluster, warm, monkeypatch):
     source, target = warm
     before, woken = cluster.nodes["b"].stats(), []
-    mover = cluster.movers["b"].mover
-    wake = mover.wake
-    monkeypatch.setattr(mover, "wake", lambda word: (woken.append(word in mover.waking), wake(word)))
+    reads = cluster.movers["b"].mover.reads
+    wake = reads.wake
+    monkeypatch.setattr(reads, "wake", lambda word: (woken.append(word in reads.waking), wake(word)))
     ticket = source.client.publish(range(10))
     assert fetch(target, ticket, range(40, 50)).route == "gpu"
     assert woken == [True]

@@ -20,13 +20,13 @@ from kvstore.config import StoreConfig
 from kvstore.engine.host_copier import HostCopier
 from kvstore.errors import ConfigError, CopyStuck, InvalidRequest, KernelError, RegistrationFailed, StoreUnavailable
 from kvstore.handoff.lanes import StageLanes
-from kvstore.mover.loopback import LoopbackTransport
 from kvstore.node.fence import MoverFence
 from kvstore.pool.pool import Pool
 from kvstore.runtime import clock
 from tests.kvstore.client.test_results import kept_work, see_done
 from tests.kvstore.handoff.test_handoff import Held, fetch, is_empty, reason, same
 from tests.kvstore.handoff.test_named_tickets import named
+from tests.kvstore.loopback import LoopbackTransport
 
 BLOCK = 1024
 
@@ -50,7 +50,7 @@ class HostStage:
         assert self.may_copy.wait(10)
         ctypes.memmove(target, self.address + offset, num_bytes)
 
-    def begin_copies(self, runs, source_gpu):
+    def begin_copies(self, runs, source):
         for target, source, num_bytes in runs:
             ctypes.memmove(target, source, num_bytes)
             self.num_copied += num_bytes

@@ -20,8 +20,8 @@ class Stage:
     def __init__(self):
         self.asked = []
 
-    def begin_copies(self, runs, source_gpu):
-        self.asked.append((runs, source_gpu))
+    def begin_copies(self, runs, source):
+        self.asked.append((runs, source))
         return len(self.asked)
 
     def copies_done(self, mark):

@@ -169,7 +169,7 @@ def test_an_answer_at_the_last_moment_is_heard(pair, monkeypatch):
             pair.answers(asked[0])
             raise queue.Empty
 
-    monkeypatch.setattr("kvstore.mover.link.queue.SimpleQueue", TooShort)
+    monkeypatch.setattr("kvstore.mover.unfinished.queue.SimpleQueue", TooShort)
     assert pair.ask(0.01) == b"made"
     assert pair.link.num_abandoned == 0, "the mover would be killed for it"
 
@@ -201,7 +201,7 @@ def test_a_question_that_was_not_asked_is_not_waited_for(pair, how):
     with pytest.raises(PeerLost if how == "not sent" else TypeError):
         pair.link.ask(Op.MOVER_STAGE, STAGE if how == "not sent" else object(), 30.0)
     assert pair.link.num_abandoned == 0
-    assert not pair.link.questions
+    assert not pair.link.unfinished.questions
 
 
 def test_an_asker_that_leaves_while_the_movers_death_is_told_leaves_nothing_behind(pair, monkeypatch):
@@ -210,7 +210,7 @@ def test_an_asker_that_leaves_while_the_movers_death_is_told_leaves_nothing_behi
             super().put(item)
             time.sleep(0.02)  # The asker goes on meanwhile.
 
-    monkeypatch.setattr("kvstore.mover.link.queue.SimpleQueue", Slow)
+    monkeypatch.setattr("kvstore.mover.unfinished.queue.SimpleQueue", Slow)
     read, given_up, ended = pair.read(), pair.read(), []
     pair.link.abandon(given_up)
     pair.link.when_terminal({given_up}, lambda: ended.append(1))
@@ -218,7 +218,7 @@ def test_an_asker_that_leaves_while_the_movers_death_is_told_leaves_nothing_behi
     assert [type(error) for _, last, error in pair.heard if last] == [PeerLost], f"READ {read}"
     assert ended == [1]
     assert pair.link.abandoned_since_s() is None
-    assert pair.link.questions == {}
+    assert pair.link.unfinished.questions == {}
 
 
 def test_the_movers_death_answers_all_questions(pair):

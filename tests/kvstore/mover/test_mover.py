@@ -16,7 +16,6 @@ from kvstore.blocks.chunking import plan_chunks
 from kvstore.blocks.codec import encode, encode_object
 from kvstore.errors import PeerLost, TransferError, TransferTimeout
 from kvstore.mover.link import MoverLink
-from kvstore.mover.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.mover.messages import decode_mover_read
 from kvstore.mover.process import Mover
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState
@@ -25,6 +24,7 @@ from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import Flag, Message, Op, packets_of
 from kvstore.rpc.messages import NOTIFICATION
 from kvstore.rpc.server import ControlServer
+from tests.kvstore.loopback import LoopbackNetwork, LoopbackTransport
 
 SLOT_BYTES, NUM_SLOTS = 64, 32
 
@@ -109,10 +109,9 @@ class Pair:
 
     def die(self):
         """What the kernel says of a process that ended, said by hand: this process goes on."""
-        mover, thread, sock = self.movers.pop()
+        _, thread, sock = self.movers.pop()
         for packet in packets_of(Message(Op.GOODBYE, Flag.ONE_WAY, 0, b"")):
             sock.sendall(packet)
-        mover.stop()
         thread.join(6)
         assert not thread.is_alive()
 
@@ -145,8 +144,7 @@ class Pair:
 
     def stop(self):
         self.server.stop()
-        for mover, thread, _ in self.movers:
-            mover.stop()
+        for _, thread, _ in self.movers:
             thread.join(6)
             assert not thread.is_alive()
 
@@ -155,6 +153,7 @@ class Pair:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr("kvstore.mover.process.time", made)
+    monkeypatch.setattr("kvstore.mover.reads.time", made)
     return made
 
 
@@ -239,7 +238,7 @@ def test_a_lane_is_woken_on_its_word_and_nobody_hears_of_it(pair, wait_until):
     assert pair.slots()[30:] == [0, 0]
     pair.link.expect_read(b"it comes")
     wait_until(lambda: pair.slots()[31] == 8)
-    wait_until(lambda: not pair.movers[0][0].woken)
+    wait_until(lambda: not pair.movers[0][0].reads.woken)
     assert pair.link.stats(3.0) == counted, "what is counted are blocks"
     _, heard, ended = pair.read([1], [2])
     assert ended.wait(3)
@@ -256,9 +255,9 @@ def test_what_woke_a_lane_does_not_hold_up_the_read_that_it_was_for(pair, monkey
     _, _, ended = pair.read([1], [2])
     assert ended.wait(3)
     mover = pair.movers[0][0]
-    assert len(mover.woken) == 1, "to be released when there is nothing else to do"
+    assert len(mover.reads.woken) == 1, "to be released when there is nothing else to do"
     mover.awake_until_s = time.monotonic()
-    wait_until(lambda: not mover.woken)
+    wait_until(lambda: not mover.reads.woken)
 
 
 def test_a_lane_that_cannot_be_woken_is_no_error_and_holds_nobody_up(pair, wait_until):
@@ -269,12 +268,12 @@ def test_a_lane_that_cannot_be_woken_is_no_error_and_holds_nobody_up(pair, wait_
     for _ in range(3):
         pair.link.expect_read(b"it comes")
     mover = pair.movers[0][0]
-    wait_until(lambda: len(mover.woken) == 1)
+    wait_until(lambda: len(mover.reads.woken) == 1)
     _, _, ended = pair.read([1], [2], peer="q")
     assert ended.wait(3)
     assert [request.peer for request in pair.transport.posted] == ["p", "p", "q"], "it is woken once at a time"
     pair.transport.fail_poll = TransferError("gone")
-    wait_until(lambda: not mover.woken)
+    wait_until(lambda: not mover.reads.woken)
     pair.transport.fail_poll, pair.transport.fail_post = None, PeerLost("gone")
     pair.link.expect_read(b"it comes")
     pair.transport.stopped_peers.clear()
@@ -340,8 +339,8 @@ def test_of_a_peer_that_has_a_new_life_the_earlier_ones_are_forgotten(pair, wait
     other = read_of(pair, "b/0000/1")
     wait_until(lambda: sorted(pair.transport.peers) == [*kept, other])
     mover = pair.movers[-1][0]
-    assert set(mover.told_of) == {*kept, other}
-    assert mover.to_forget == set()
+    assert set(mover.reads.told_of) == {*kept, other}
+    assert mover.reads.to_forget == set()
     read_of(pair, f"a/{3:016x}/1")
 
 
@@ -363,7 +362,7 @@ def test_a_peer_is_not_forgotten_while_a_read_of_it_may_go_on(pair, give_up, wai
     pair.transport.stopped_peers = {"a/0/1"}
     read_of(pair, "a/1/1")
     mover = pair.movers[-1][0]
-    wait_until(lambda: mover.to_forget == {"a/0/1"})
+    wait_until(lambda: mover.reads.to_forget == {"a/0/1"})
     assert set(pair.transport.peers) == {"a/0/1", "a/1/1"}
     pair.transport.stopped_peers = set()
     wait_until(lambda: set(pair.transport.peers) == {"a/1/1"})
@@ -384,12 +383,12 @@ def test_a_peer_that_comes_back_while_a_read_of_it_may_go_on_is_kept(pair, monke
     give_up(stalled, num_posted=2)
     read_of(pair, "b/0/1")
     mover = pair.movers[-1][0]
-    wait_until(lambda: mover.to_forget == {"a/0/1"})
+    wait_until(lambda: mover.reads.to_forget == {"a/0/1"})
     read_of(pair, "a/0/1", local=1)
     assert added == ["a/0/1", "b/0/1"], "what goes on is in the way of another connection"
     wait_until(lambda: set(pair.transport.peers) == {"a/0/1"})
     stalls.clear()
-    wait_until(lambda: not mover.abandoned)
+    wait_until(lambda: not mover.reads.abandoned)
     pair.link.stats(3.0)
     read_of(pair, "a/0/1", local=2)
     assert pair.slots()[:3] == [4, 4, 4]
@@ -403,15 +402,15 @@ def test_a_peer_is_not_forgotten_while_a_read_that_wakes_its_lane_goes_on(pair, 
     pair.transport.stopped_peers = {"a/0/1"}
     pair.link.expect_read(b"it comes")
     mover = pair.movers[-1][0]
-    wait_until(lambda: len(mover.woken) == 1)
+    wait_until(lambda: len(mover.reads.woken) == 1)
     read_of(pair, "b/0/1")
     for _ in range(2):  # A round ends before the second answer.
         pair.link.stats(3.0)
     assert set(pair.transport.peers) == {"a/0/1", "b/0/1"}
-    assert set(mover.waking) == {b"another"}, "nobody says the word of a peer that is forgotten"
+    assert set(mover.reads.waking) == {b"another"}, "nobody says the word of a peer that is forgotten"
     pair.transport.stopped_peers = set()
     wait_until(lambda: set(pair.transport.peers) == {"b/0/1"})
-    assert mover.woken == []
+    assert mover.reads.woken == []
 
 
 def test_a_peer_with_reads_that_have_yet_to_begin_is_not_forgotten(pair, monkeypatch, wait_until):
@@ -493,7 +492,7 @@ def test_a_peer_whose_connection_broke_is_not_added_while_a_read_of_it_may_go_on
     read_of(pair, "p")
     assert added == ["p"]
     stalls.clear()
-    wait_until(lambda: not pair.movers[-1][0].abandoned)
+    wait_until(lambda: not pair.movers[-1][0].reads.abandoned)
     read_of(pair, "p")
     assert added == ["p", "p"]
 
@@ -571,7 +570,7 @@ def test_a_stalled_read_does_not_spin(pair, wait_until):
     pair.transport.running = True
     pair.read([0], [1], timeout_s=30.0)
     mover = pair.movers[0][0]
-    wait_until(lambda: mover.jobs)
+    wait_until(lambda: mover.reads.jobs)
     assert mover.pause_s() == 0.0, "what has just been asked for is polled for at once"
     wait_until(lambda: 0 < mover.pause_s() < 0.01)
     pair.transport.running = False

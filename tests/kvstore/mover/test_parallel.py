@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvstore.errors import PeerLost, TransferError
-from kvstore.mover.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.mover.nixl import NixlTransport
 from kvstore.mover.parallel import ParallelTransport, node_transport
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState
+from tests.kvstore.loopback import LoopbackNetwork, LoopbackTransport
 
 BLOCK_BYTES, NUM_SLOTS, NUM_READERS = 256 << 10, 32, 3
 EVERYTHING = range(NUM_SLOTS)

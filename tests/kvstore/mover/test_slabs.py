@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from kvstore.errors import RegistrationFailed
-from kvstore.mover.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.mover.messages import NewStage
 from kvstore.mover.slabs import Slabs
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState
+from tests.kvstore.loopback import LoopbackNetwork, LoopbackTransport
 
 SLOT_BYTES = 64
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import PeerLost, TransferError
-from kvstore.mover.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, count_runs
+from tests.kvstore.loopback import LoopbackNetwork, LoopbackTransport
 
 SLOT_BYTES, BLOCK_BYTES, NUM_SLOTS = 64, 48, 8
 

@@ -49,7 +49,7 @@ def test_what_the_end_of_a_mover_makes_somebody_raise_keeps_nobody_else_from_it(
     peer = PeerDescription(agent=b"", address=0, slot_bytes=64, num_slots=1)
     # Of no blocks and in no chunks, the mover has nothing to say of it.
     ids = [core.state.mover.read(request, peer, fail, chunk_ends=nothing, timeout_s=60.0) for _ in range(3)]
-    core.state.mover.abandoned[99] = 0.0
+    core.state.mover.unfinished.abandoned[99] = 0.0
     cluster.kill_mover("a")
     assert event.wait(10)
     assert sorted(heard) == ids

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from kvstore.client.results import MissReason
 from kvstore.mover.transport import ReadState
 
+ROOT = Path(__file__).parents[3]
 #: A mover whose READs write nothing and never end, until a byte comes on its standard input.
 MOVER = """
 import os, sys, threading
@@ -20,7 +22,7 @@ import numpy as np
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.rpc.connect import connect_local
 from kvstore.mover.process import Mover
-from kvstore.mover.loopback import LoopbackNetwork, LoopbackTransport
+from tests.kvstore.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.mover.transport import ReadState
 
 class Stuck(LoopbackTransport):
@@ -49,7 +51,7 @@ class StuckMover:
         self.gone = threading.Event()
         core.control.on_mover_gone = self.gone.set
         self.process = subprocess.Popen(
-            [sys.executable, "-c", MOVER, core.control_path], stdin=subprocess.PIPE, text=True
+            [sys.executable, "-c", MOVER, core.control_path], cwd=ROOT, stdin=subprocess.PIPE, text=True
         )
         assert core.state.mover.wait_ready(10)
         assert core.state.mover.pid == self.process.pid

@@ -731,7 +731,7 @@ def test_a_peer_that_dies_ends_the_load_with_reasons_and_is_left_alone(cluster):
     one.client.close()
     # The directory goes on naming the dead node: only its store is gone, hints are not cleaned up.
     cluster.directory.gone = lambda connection: None
-    cluster.directory.server.on_gone = lambda connection: None
+    cluster.directory.server.owners.on_gone = lambda connection: None
     cluster.stop_node("a")
     result = two.load(hashes, range(10, 14))
     assert (result.num_blocks, result.num_local) == (1, 1)

@@ -25,7 +25,7 @@ from kvstore.errors import ConfigError, IncompatibleStore, InvalidRequest, KVSto
 from kvstore.memory.arena import attach_arena
 from kvstore.remote.announcements import Batch
 from kvstore.remote.messages import PeerLease
-from kvstore.rpc import strangers, unread
+from kvstore.rpc import limits
 from kvstore.rpc.connect import connect_local, connect_remote
 from kvstore.rpc.framing import HEADER, STRANGER_BYTES, Decoder, Op, pack_error, unpack_error
 from kvstore.rpc.messages import Ask, Found
@@ -155,30 +155,30 @@ def test_strangers_write_little_into_the_log(port, caplog):
 
 
 def test_a_stranger_that_says_nothing_is_cut(port, monkeypatch):
-    monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 0.1)
+    monkeypatch.setattr(limits, "HELLO_WITHIN_S", 0.1)
     with dial(port) as silent, dial(port) as slow:
         slow.sendall(frame(Op.HELLO)[:7])
         assert all_of(silent) == all_of(slow) == b""
 
 
 def test_of_too_many_strangers_the_oldest_are_cut(port, cluster, store, monkeypatch):
-    monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 60.0)
+    monkeypatch.setattr(limits, "HELLO_WITHIN_S", 60.0)
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(dial(port)) for _ in range(2 * strangers.MAX_PER_HOST)]
-        assert [all_of(sock) for sock in socks[: strangers.MAX_PER_HOST]] == [b""] * strangers.MAX_PER_HOST
+        socks = [stack.enter_context(dial(port)) for _ in range(2 * limits.MAX_PER_HOST)]
+        assert [all_of(sock) for sock in socks[: limits.MAX_PER_HOST]] == [b""] * limits.MAX_PER_HOST
         socks[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             socks[-1].recv(1)
         server = server_of(port, cluster, store)
-        assert len(server.strangers) <= strangers.MAX_PER_HOST
-        assert server.num_strangers_cut >= strangers.MAX_PER_HOST
+        assert len(server.strangers) <= limits.MAX_PER_HOST
+        assert server.strangers.num_cut >= limits.MAX_PER_HOST
         # Who belongs here gets in beside them.
         role = "peer" if port == store.peer_address() else "store"
         connect_remote(port.host, port.port, {**HELLO, "role": role, "token": port.token}, timeout_s=5.0).close()
 
 
 def test_local_strangers_are_cut_too(store, monkeypatch):
-    monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 0.1)
+    monkeypatch.setattr(limits, "HELLO_WITHIN_S", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(5.0)
         sock.connect(store.control_path)
@@ -198,7 +198,7 @@ def test_a_second_hello_cuts_the_connection_and_leaves_nothing(cluster, store, w
     # The role that it had decides what becomes of its leases: they end with its process, or when it says goodbye.
     (connection,) = [c for c in store.control.server.connections if c.closed]
     assert connection.role == "client"
-    store.control.server.owner_died(connection)
+    store.control.server.owners.died(connection)
     assert store.pool.num_leases() == 0
 
 
@@ -229,7 +229,7 @@ def test_what_is_malformed_costs_its_connection_and_nothing_else(store, op, payl
 
 
 def test_answers_that_are_not_read_wait_and_the_others_do_not(store, monkeypatch):
-    monkeypatch.setattr(unread, "READ_WITHIN_S", 0.5)
+    monkeypatch.setattr(limits, "READ_WITHIN_S", 0.5)
     greedy = local(store)
     sock, num_asked = greedy.detach(), 0
     sock.setblocking(False)
@@ -285,7 +285,7 @@ def test_without_descriptors_the_listener_rests_and_comes_back(store, wait_until
 
 
 def test_without_descriptors_strangers_make_room(store, wait_until, monkeypatch):
-    monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 60.0)
+    monkeypatch.setattr(limits, "HELLO_WITHIN_S", 60.0)
     address, server = store.peer_address(), store.control.server
     with dial(address) as stranger, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits:
         wait_until(lambda: len(server.strangers) == 1)

@@ -11,12 +11,12 @@ import pytest
 
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.rpc import connection as control_connection
-from kvstore.rpc import unread
+from kvstore.rpc import limits
 from kvstore.rpc.connect import connect_local, connect_remote
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import HEADER, SOCKET_BUFFER_BYTES, Decoder, Flag, Op
+from kvstore.rpc.limits import Unread
 from kvstore.rpc.server import ControlServer
-from kvstore.rpc.unread import Unread
 
 #: No socket takes as much.
 LONG = 20 << 20
@@ -115,12 +115,12 @@ def test_a_client_that_does_not_read_is_served_no_further_and_loses_nothing(stre
 
 @pytest.mark.parametrize("kind", ["remote", "local"])
 def test_a_client_that_does_not_read_is_cut_and_counted(streamer, monkeypatch, wait_until, caplog, kind):
-    monkeypatch.setattr(unread, "READ_WITHIN_S", 0.3)
+    monkeypatch.setattr(limits, "READ_WITHIN_S", 0.3)
     deaf, other = streamer.dial(kind), streamer.dial()
     sock = deaf.detach()
     try:
         ask(sock, LONG)
-        wait_until(lambda: streamer.server.num_unread_cut == 1, 10.0)
+        wait_until(lambda: streamer.server.unread.num_cut == 1, 10.0)
         wait_until(lambda: streamer.num_connections == 1 + (kind == "local"))  # Of a process that lives.
         assert other.call(Op.LOOKUP, encode(9), timeout_s=5.0) == bytes(9)
     finally:
@@ -141,11 +141,11 @@ def test_one_that_goes_while_answers_wait_is_seen_to_go(streamer, wait_until, ki
     assert len(streamer.server.unread) == 0
     assert len(streamer.gone) == 1
     assert streamer.server.is_serving(5.0)
-    assert streamer.server.num_unread_cut == 0
+    assert streamer.server.unread.num_cut == 0
 
 
 def test_one_that_is_to_be_heard_is_heard_while_its_answers_wait(streamer, wait_until, monkeypatch):
-    monkeypatch.setattr(unread, "READ_WITHIN_S", 0.0)
+    monkeypatch.setattr(limits, "READ_WITHIN_S", 0.0)
     monkeypatch.setattr(control_connection, "MAX_UNSENT_BYTES", 2 * LONG)
     with contextlib.closing(streamer.dial()) as client:
         assert client.call(Op.RENEW, timeout_s=5.0) == b""
@@ -156,7 +156,7 @@ def test_one_that_is_to_be_heard_is_heard_while_its_answers_wait(streamer, wait_
         assert streamer.server.is_serving(5.0)
         sock.settimeout(10.0)
         assert answers_of(sock, 2, local=False) == [(2, LONG), (3, 7)]
-        assert streamer.server.num_unread_cut == 0
+        assert streamer.server.unread.num_cut == 0
         sock.close()
 
 
@@ -180,7 +180,7 @@ def test_only_one_that_takes_nothing_is_cut():
     )
     for each in (slow, deaf, mover):
         found.came(each)
-    found.tick(95.1 + unread.READ_WITHIN_S)
+    found.tick(95.1 + limits.READ_WITHIN_S)
     assert (cut, found.num_cut, len(found)) == ([deaf], 1, 2)
     found.left(slow)
     found.left(slow)

@@ -15,7 +15,7 @@ from kvstore.runtime import clock
 MEASURE_ONLY = {
     "cli",
     "client/handoff/stage_link", "engine/cuda_order", "handoff/lanes", "memory/pinning", "mover/nixl", "mover/parallel",
-    "mover/process", "runtime/clock", "runtime/guard", "tools/lane_probe",
+    "mover/process", "mover/reads", "runtime/clock", "runtime/guard", "tools/lane_probe",
 }  # fmt: skip
 #: Folders with no part in leases, or only that of a caller.
 _BESIDE = {"actors", "bench", "integrations", "kernels"}

@@ -40,7 +40,7 @@ def test_a_store_whose_tick_fails_serves_on(cluster, monkeypatch, wait_until, ca
     # The parts of a tick that come after the one that fails are done: leases end, and so do the ticks' other users.
     wait_until(lambda: core.pool.num_leases() == 0)
     assert core.control.server.is_serving(5.0)
-    assert core.control.server.num_failures == len(failed)
+    assert core.control.server.loop.num_failures == len(failed)
     monkeypatch.undo()
     worker.save(cluster.hashes(6), range(6))
 
@@ -64,7 +64,7 @@ def test_a_callback_that_fails_is_called_no_more(server, wait_until):
     try:
         server.watch(read_fd, fail)
         os.write(write_fd, b"x")
-        wait_until(lambda: server.num_failures == 1)
+        wait_until(lambda: server.loop.num_failures == 1)
         assert server.is_serving(5.0)
         assert server.is_serving(5.0)
         assert len(called) == 1

@@ -1,4 +1,4 @@
-"""A transport inside one process, which copies memory: for tests of logic."""
+"""A transport inside one process that copies memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LoopbackNetwork:
 
 
 class LoopbackTransport:
-    """Reads by memcpy inside one process: the same contract without NIXL, for tests of logic."""
+    """Reads by memcpy inside one process: the same contract without NIXL."""
 
     def __init__(self, name: str, slab: npt.NDArray[np.uint8], network: LoopbackNetwork) -> None:
         self.totals = ReadTotals()

@@ -1,7 +1,4 @@
-"""Limit the number and the time of connections before their HELLO is accepted.
-
-All costs of a stranger are bounded: kvstore.rpc.framing.STRANGER_BYTES of memory, one message, some seconds.
-"""
+"""Cut connections that cost too much: strangers, and clients that do not read their answers."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ logger = logging.getLogger(__name__)
 HELLO_WITHIN_S = 5.0
 #: The most strangers at once: of all remote hosts together, of one remote host, and of this host's processes.
 MAX_REMOTE, MAX_PER_HOST, MAX_LOCAL = 64, 32, 256
+#: A client that takes no bytes for this long hangs or is malicious.
+READ_WITHIN_S = 10.0
 
 
 class Strangers:
-    """Keeps the strangers of one server, in the order in which they came. Only on the server's thread.
+    """The connections of one server before their HELLO is accepted, oldest first. Only on the server's thread.
 
-    If there is one stranger too many, the oldest is cut and not the newest, because a real client sends its HELLO
-    at once.
-
-    Args:
-        cut: closes a connection.
+    All costs of a stranger are bounded: kvstore.rpc.framing.STRANGER_BYTES of memory, one message, some seconds. If
+    there is one stranger too many, the oldest is cut and not the newest, because a real client sends its HELLO at once.
+    `cut` closes a connection.
     """
 
     def __init__(self, cut: Callable[[Connection], None]) -> None:
@@ -82,3 +79,35 @@ class Strangers:
         self.left(connection)
         self.refused(connection, reason)
         self._cut(connection)
+
+
+class Unread:
+    """The connections of one server for which answers wait; `cut` closes one."""
+
+    def __init__(self, cut: Callable[[Connection], None]) -> None:
+        self._cut = cut
+        self._found: set[Connection] = set()
+        self._limit = LogLimit()
+        self.num_cut = 0
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def came(self, connection: Connection) -> None:
+        """Note that answers wait; from any thread."""
+        self._found.add(connection)
+
+    def left(self, connection: Connection) -> None:
+        """Note that no answers wait any more, or that the connection is closed; from any thread."""
+        self._found.discard(connection)
+
+    def tick(self, now_s: float) -> None:
+        """Cut the connections whose clients took no bytes for too long; on the server's thread."""
+        for connection in [c for c in self._found.copy() if c.taken_s + READ_WITHIN_S < now_s and not c.reads_on]:
+            self.left(connection)
+            self.num_cut += 1
+            if self._limit.passes():
+                more = self._limit.take_held_back()
+                text = "control: the connection of %s, a %s, is cut: it read no answer for %.0f s (%d more not logged)"
+                logger.warning(text, connection.owner, connection.role or "stranger", READ_WITHIN_S, more)
+            self._cut(connection)
