@@ -17,7 +17,7 @@ from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import check_count, check_seconds
 from kvstore.config import parse_bytes
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
-from kvstore.integrations.transformers.first_token import AfterFirstToken, Once
+from kvstore.integrations.transformers.first_token import AfterFirstToken
 from kvstore.integrations.transformers.identity import (
     check_mode,
     check_supported,
@@ -170,8 +170,8 @@ class PrefixCachedModel:
         first = [tokens // self.space.shape.block_size for tokens in num_loaded]
         sees_answer = self._save_generated and prompts.follows_rows
         witness = Witness(self.model, cache, prompts, width, sees_answer=sees_answer)
-        save = Once(lambda: self._save(prompts, rows, cache, first, witness.num_right()))
-        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), AfterFirstToken(save)])
+        saving = AfterFirstToken(lambda: self._save(prompts, rows, cache, first, witness.num_right()))
+        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), saving])
         try:
             with witness:
                 output = self.model.generate(
@@ -183,7 +183,7 @@ class PrefixCachedModel:
                 )
         finally:
             witness.close()  # Once more: an interrupt may come before the context has begun.
-        save()
+        saving.call()
         if sees_answer:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             self._save_answers(prompts, rows, cache, sequences, witness.num_right_of(sequences))
