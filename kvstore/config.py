@@ -162,17 +162,13 @@ class StoreConfig:
         Raises:
             ConfigError: a key is unknown, a value cannot work, or the text is not settings at all.
         """
-        try:
+        values = None
+        with contextlib.suppress(ValueError):
             values = json.loads(text)
-        except ValueError as error:
+        if not isinstance(values, dict):
             raise ConfigError(
                 f"settings: wanted what StoreConfig.to_json wrote, got {clip(text)}; run one version of raykv "
                 "everywhere"
-            ) from error
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"settings: wanted the JSON object that StoreConfig.to_json wrote, got {clip(text)}; run one version "
-                "of raykv everywhere"
             )
         StoreConfig.check_names(values)
         return StoreConfig(**values)
@@ -237,7 +233,5 @@ def set_ucx_defaults() -> None:
 
     Must run before NIXL is loaded. Measured: 4 to 8 times faster on loopback TCP.
     """
-    for key, value in UCX_DEFAULTS.items():
+    for key, value in {**UCX_DEFAULTS, "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}.items():
         os.environ.setdefault(key, value)
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("UCX_LOG_LEVEL", "error")

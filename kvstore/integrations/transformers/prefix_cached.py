@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from kvstore.integrations.transformers.link import StoreLike, StoreLink
 from kvstore.integrations.transformers.marks import Marks
 from kvstore.integrations.transformers.probe import can_pad
 from kvstore.integrations.transformers.prompts import Prompts, read_prompts
-from kvstore.integrations.transformers.staging import Staging, rows_into, rows_out_of
+from kvstore.integrations.transformers.staging import CacheRow, Staging
 from kvstore.integrations.transformers.stats import PrefixCacheStats
 from kvstore.integrations.transformers.witness import Witness
 
@@ -197,9 +197,7 @@ class PrefixCachedModel:
         self._check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Loading and saving; the buffer's lock is held.
@@ -225,8 +223,8 @@ class PrefixCachedModel:
             for pair in planes:
                 for plane in pair:
                     plane[row, :, :padding] = 0  # Masked, but 0 times old memory content could be NaN.
-            write = rows_into(planes, row, padding, size)
-            loaded = staging.load(hashes[:num_blocks], write, self._load_timeout_s)
+            into = CacheRow(planes, row, padding, size)
+            loaded = staging.load(hashes[:num_blocks], into.write, self._load_timeout_s)
             width = min(width, padding + loaded * size)
         return planes, width
 
@@ -271,8 +269,9 @@ class PrefixCachedModel:
                 begin += 1  # Another row of this batch has saved it.
             if begin >= len(hashes):
                 continue
-            read = rows_out_of(planes, row * prompts.num_copies, prompts.num_padding[row], self.space.shape.block_size)
-            written, refused = staging.save(hashes, begin, read)
+            at = row * prompts.num_copies
+            out_of = CacheRow(planes, at, prompts.num_padding[row], self.space.shape.block_size)
+            written, refused = staging.save(hashes, begin, out_of.read)
             num_written, num_refused = num_written + written, num_refused + refused
             seen.update(hashes)
         return num_written, num_refused
@@ -318,10 +317,8 @@ class PrefixCachedModel:
         """Return a K and a V tensor [num_rows, H, width, D] of each layer, on the model's device, not written."""
         shape = self.space.shape
         dims, dtype = (num_rows, shape.num_kv_heads, width, shape.head_dim), getattr(torch, shape.dtype)
-        return [
-            (torch.empty(dims, dtype=dtype, device=self._device), torch.empty(dims, dtype=dtype, device=self._device))
-            for _ in range(shape.num_layers)
-        ]
+        empty = partial(torch.empty, dims, dtype=dtype, device=self._device)
+        return [(empty(), empty()) for _ in range(shape.num_layers)]
 
     def _count(self, **more: float) -> None:
         with self._stats_lock:

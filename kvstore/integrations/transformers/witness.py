@@ -8,7 +8,6 @@ chance. So each run of the model on it is checked before it begins.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,9 +59,7 @@ class Witness:
                 self._model._forward_pre_hooks_with_kwargs.pop(key, None)
         self._hook = None  # Else a cycle would keep the cache in memory.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def num_right(self) -> int:
