@@ -17,21 +17,18 @@ from kvstore.tools.doctor import human_bytes
 
 MAX_ERROR_CHARS = 600
 #: Texts of errors for Python callers, and their replacements on the command line.
-_OWN_WORDS = [
-    (re.compile(pattern), words)
-    for pattern, words in (
-        (r"kvstore\.start\(name=('[^']*')\)", r"`kvstore start --name \1`"),
-        (r"kvstore\.start\(\)", "`kvstore start`"),
-        (r"\bconnect\(\) to it", "use it as it runs"),
-        (r"\baddress='local'", "`kvstore start --local`"),
-        (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
-        (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
-        (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
-        (r"^block_bytes: ", "--block-bytes: "),
-        (r"^capacity_bytes: ", "--capacity: "),
-        (r"^(name|address): ", r"--\1: "),
-    )
-]
+_OWN_WORDS = (
+    (r"kvstore\.start\(name=('[^']*')\)", r"`kvstore start --name \1`"),
+    (r"kvstore\.start\(\)", "`kvstore start`"),
+    (r"\bconnect\(\) to it", "use it as it runs"),
+    (r"\baddress='local'", "`kvstore start --local`"),
+    (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
+    (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
+    (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
+    (r"^block_bytes: ", "--block-bytes: "),
+    (r"^capacity_bytes: ", "--capacity: "),
+    (r"^(name|address): ", r"--\1: "),
+)
 #: Numbers this large in errors about settings are sizes.
 _SIZE = re.compile(r"\b[0-9]{6,15}\b")
 NAME = click.option("--name", default="default", show_default=True, help="Which store of the cluster.")
@@ -48,7 +45,7 @@ def _in_own_words(error: KVStoreError) -> str:
     """Return an error's text in one line, with options in place of Python's arguments."""
     text = " ".join(str(error).split())
     for pattern, words in _OWN_WORDS:
-        text = pattern.sub(words, text)
+        text = re.sub(pattern, words, text)
     if isinstance(error, ConfigError):
         text = _SIZE.sub(lambda size: f"{size[0]} ({human_bytes(int(size[0]))})", text)
     return text

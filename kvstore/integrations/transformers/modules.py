@@ -39,7 +39,8 @@ def modules_digest(model: Any) -> str:
 
     Unclear values count by their class alone; `sources_of` refuses them.
     """
-    return digest_of(_tree(model, Reader(_covered_by(model), _by_class)))
+    reader = Reader(_covered_by(model), lambda value, *_: ["unclear", name_of(type(value))])
+    return digest_of(_tree(model, reader))
 
 
 def sources_of(model: Any) -> dict[str, Any]:
@@ -65,10 +66,6 @@ def sources_of(model: Any) -> dict[str, Any]:
             "another kind, or a variable that is set later, could hold anything. Make it one of these, or pass "
             "model_id= with a name that only this model has, code and weights"
         ) from error
-
-
-def _by_class(value: object, _: str, __: str) -> Any:
-    return ["unclear", name_of(type(value))]
 
 
 def _by_identity(value: object, where: str, _: str) -> Any:
@@ -105,16 +102,12 @@ def _tree(model: Any, reader: Reader) -> list[Any]:
         (
             name,
             name_of(type(module)),
-            _code_of_graph(module),
+            # All modules that torch.fx wrote have the same class name.
+            module.code if isinstance(module, torch.fx.GraphModule) else "",
             [(key, reader.read(value, f"{name}.{key}" if name else key)) for key, value in _settings_of(module)],
         )
         for name, module in model.named_modules(remove_duplicate=False)
     ]
-
-
-def _code_of_graph(module: torch.nn.Module) -> str:
-    """Return the code of a module that torch.fx wrote, as all such modules have the same class name."""
-    return module.code if isinstance(module, torch.fx.GraphModule) else ""
 
 
 def _settings_of(module: torch.nn.Module) -> list[tuple[str, object]]:

@@ -186,7 +186,14 @@ class PrefixCachedModel:
         saving.call()
         if sees_answer:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            self._save_answers(prompts, rows, cache, sequences, witness.num_right_of(sequences))
+            # The last token was chosen, but its KV was never computed.
+            num_columns = min(cache.get_seq_length(), sequences.shape[1] - 1)
+            answered = [
+                self.space.block_hashes(sequences[row, padding:num_columns].cpu())
+                for row, padding in enumerate(prompts.num_padding)
+            ]
+            num_prompt_blocks = [len(hashes) for hashes in rows]
+            self._save(prompts, answered, cache, num_prompt_blocks, witness.num_right_of(sequences))
         return output
 
     def close(self) -> None:
@@ -275,22 +282,6 @@ class PrefixCachedModel:
             num_written, num_refused = num_written + written, num_refused + refused
             seen.update(hashes)
         return num_written, num_refused
-
-    def _save_answers(
-        self,
-        prompts: Prompts,
-        rows: list[BlockHashes],
-        cache: DynamicCache,
-        sequences: torch.Tensor,
-        num_right: int,
-    ) -> None:
-        # The last token was chosen, but its KV was never computed.
-        num_columns = min(cache.get_seq_length(), sequences.shape[1] - 1)
-        answered = [
-            self.space.block_hashes(sequences[row, padding:num_columns].cpu())
-            for row, padding in enumerate(prompts.num_padding)
-        ]
-        self._save(prompts, answered, cache, [len(hashes) for hashes in rows], num_right)
 
     def _check_planes(self, planes: Planes, num_rows: int) -> None:
         """Refuse KV that differs in shape or dtype from the wrapped model's: a copy would convert it."""

@@ -51,11 +51,12 @@ def can_pad(model: Any, device: torch.device) -> bool:
     first, fresh = tokens[:_NUM_FIRST], tokens[_NUM_FIRST : _NUM_FIRST + _NUM_FRESH]
     long = torch.tensor([[*first, *special, *fresh]], device=model.device)
     short = long[:, :-_NUM_FRESH]
+    has_experts = any("expert" in name.lower() or "moe" in name.lower() for name, _ in model.named_modules())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         # KV in a cache was computed before the rest of the prompt was known. So the prefix is run alone, and the rest
         # behind its KV. Columns cut out of a run of the whole prompt would have seen the rest.
         whole, alone = _run(model, long, torch.ones_like(long)), _run(model, short, torch.ones_like(short))
-        if whole is not None and alone is not None and not _is_prefix(alone, whole, has_experts=_has_experts(model)):
+        if whole is not None and alone is not None and not _is_prefix(alone, whole, has_experts=has_experts):
             raise UnsupportedModel(
                 f"wanted KV that depends on the tokens before it alone, but in {type(model).__name__} the KV of a "
                 "prefix changes with the tokens behind it (as with attention in both directions, or where the length "
@@ -147,11 +148,6 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
         return None
     planes = [plane.double() for layer in cache.layers for plane in (layer.keys, layer.values)]
     return _Run(planes, output.logits[0].double(), cache)
-
-
-def _has_experts(model: Any) -> bool:
-    """Whether a router may send a token to another expert because of rounding."""
-    return any("expert" in name.lower() or "moe" in name.lower() for name, _ in model.named_modules())
 
 
 def _is_prefix(alone: _Run, whole: _Run, *, has_experts: bool) -> bool:

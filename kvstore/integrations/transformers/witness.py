@@ -77,10 +77,12 @@ class Witness:
             end = start + tokens.shape[1]
             if start > num_right or end > sequences.shape[1]:
                 break
-            columns = torch.arange(start, end, device=tokens.device)
-            is_right = torch.equal(tokens, sequences[:, start:end].to(tokens.device)) and (
-                not bool(padding.any()) if positions is None else _are(positions, columns - padding.to(tokens.device))
-            )
+            wanted = torch.arange(start, end, device=tokens.device) - padding.to(tokens.device)
+            is_right = torch.equal(tokens, sequences[:, start:end].to(tokens.device))
+            if positions is None:
+                is_right = is_right and not bool(padding.any())
+            else:
+                is_right = is_right and positions.dim() == 2 and bool((positions == wanted).all())
             if not is_right:
                 return min(start, num_right)
             num_right = end  # It overwrites columns that were fed before and taken back.
@@ -158,7 +160,3 @@ class Witness:
                 f"{got} to be computed on top of them, which would give a wrong answer; call model.generate for this, "
                 "and please report it"
             )
-
-
-def _are(positions: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return positions.dim() == 2 and bool((positions == wanted).all())
