@@ -126,14 +126,12 @@ class StoreConfig:
             raise ConfigError(
                 f"lease_ttl_s: wanted more than twice lease_margin_s={self.lease_margin_s}, got {self.lease_ttl_s}"
             )
-        fractions = ("max_pinned_fraction", "max_hard_pinned_fraction", "max_handoff_fraction")
-        for field in (*fractions, "max_quarantined_fraction"):
+        for field in [setting.name for setting in fields(self) if setting.name.endswith("_fraction")]:
             if not 0 < getattr(self, field) <= 1:
                 raise ConfigError(f"{field}: wanted a share in (0, 1], got {getattr(self, field)}")
         for field in ("chunk_bytes", "stage_chunk_bytes"):
             if getattr(self, field) < 1 << 12:
                 raise ConfigError(f"{field}: wanted at least 4096, got {getattr(self, field)}")
-
         if self.lane not in ("default", "tcp"):
             raise ConfigError(f"lane: wanted 'default' or 'tcp', got {self.lane!r}")
 

@@ -14,7 +14,6 @@ import click
 from kvstore.actors.calls import actor_name, find_actor
 from kvstore.actors.session.joining import check_answers
 from kvstore.errors import KVStoreError, StoreNotRunning
-from kvstore.runtime import clock
 
 _LOOKS_EVERY_S = 2.0
 #: How long to wait for the end of a Ray that does not answer.
@@ -76,18 +75,15 @@ def _stop_local(store: Any) -> None:
 
     stopping = threading.Thread(target=run, name="raykv-stop", daemon=True)
     stopping.start()
-    gone_s = None
     while stopping.is_alive():
         stopping.join(0.2)
-        try:
-            if gone_s is None:  # An ending Ray may accept a question and not answer it.
-                check_answers(store.address, time.monotonic() + _GRACE_S)
+        try:  # With a deadline: an ending Ray may accept a question and not answer it.
+            check_answers(store.address, time.monotonic() + _GRACE_S)
         except StoreNotRunning:
-            gone_s = clock.now_s()
-        if gone_s is not None and clock.now_s() > gone_s + _GRACE_S:
-            name = store.config.name
-            text = f"the Ray at {store.address} has ended, too, as after a signal to all processes, and store {name!r}"
-            click.echo(f"{text} with it", err=True)
-            return
+            stopping.join(_GRACE_S)
+            if stopping.is_alive():
+                ended = f"the Ray at {store.address} has ended, too, as after a signal to all processes"
+                click.echo(f"{ended}, and store {store.config.name!r} with it", err=True)
+                return
     if failed:
         raise failed[0]

@@ -1,13 +1,11 @@
 """Benchmark: KV blocks between an engine's layer-separate cache, device memory and pinned host memory.
 
-Compares our way with the limit, which is one copy of the same bytes, and with other ways. All ways take turns in each
-round of one run, so that noise affects all alike. Before each way other memory is read and written, so that the L2
-holds the same for all. Data is drawn again for each shape; destinations are poisoned before and compared after. A
-figure is bytes of KV over the median of event times. The device is kept busy until the host has queued its work, as a
-forward pass does before a save; "from_idle" includes the host's work before that. Other ways move fragments in the
-engine's own order; ours also moves heads outside, as slots need it. Loads during matrix products also have the time of
-one product. Speed inside device memory depends by a few percent on the addresses of caches and slots, also for one
-plain copy, so its rounds are divided among several places.
+All ways take turns in each round of one run, so that noise affects all alike; the limit is one copy of the same bytes.
+Before each way other memory is read and written, so that the L2 holds the same for all. A figure is bytes of KV over
+the median of event times. The device is kept busy until the host has queued its work, as a forward pass does before a
+save; "from_idle" includes the host's work before that. Other ways move fragments in the engine's own order; ours also
+moves heads outside, as slots need it. Speed inside device memory depends by a few percent on the addresses of caches
+and slots, also for one plain copy, so its rounds are divided among several places.
 """
 
 from __future__ import annotations

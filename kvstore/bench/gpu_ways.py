@@ -50,12 +50,10 @@ class Setup:
             flat=self.flat[:count],
         )
 
-    def spans(self, block_ids: I64 | None = None) -> Spans:
-        """Return whole blocks of the cache, one after the other; default those of this setup."""
+    def spans(self) -> Spans:
+        """Return the whole blocks, one after the other."""
         count = len(self.block_ids)
-        return block_spans(
-            self.copier.plan.paging, self.block_ids if block_ids is None else block_ids, range(count), count
-        )
+        return block_spans(self.copier.plan.paging, self.block_ids, range(count), count)
 
 
 def device_directions(setup: Setup) -> Iterator[tuple[str, dict[str, Way]]]:
@@ -165,8 +163,11 @@ def _both_ways(setup: Setup) -> dict[str, Way]:
     """Return ways that save the blocks while as many others are loaded; bytes of both directions count."""
     count = len(setup.block_ids)
     rings, streams = [StagingRing(setup.copier) for _ in range(2)], [_new_stream() for _ in range(2)]
-    others = np.setdiff1d(np.arange(setup.caches[0].shape[1]), setup.block_ids)[:count]
-    other_slots = np.setdiff1d(np.arange(len(setup.host)), setup.slot_ids)[:count]
+    others = replace(
+        setup,
+        block_ids=np.setdiff1d(np.arange(setup.caches[0].shape[1]), setup.block_ids)[:count],
+        slot_ids=np.setdiff1d(np.arange(len(setup.host)), setup.slot_ids)[:count],
+    )
     pool = ThreadPoolExecutor(1)
     extra, current = torch.empty_like(setup.flat), torch.cuda.current_stream()
 
@@ -190,7 +191,7 @@ def _both_ways(setup: Setup) -> dict[str, Way]:
     def ours() -> torch.cuda.Stream:
         # Two threads queue copies, as a client's save and load do.
         saving = pool.submit(save)
-        streams[1].wait_event(rings[1].load(setup.host, other_slots, setup.spans(others)))
+        streams[1].wait_event(rings[1].load(setup.host, others.slot_ids, others.spans()))
         saving.result(60)
         return joined()
 

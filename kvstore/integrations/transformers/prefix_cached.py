@@ -244,13 +244,12 @@ class PrefixCachedModel:
             hashes[: max(0, num_right - padding) // size]
             for hashes, padding in zip(rows, prompts.num_padding, strict=True)
         ]
-        why = "decoding filled the cache with something else"
+        why, planes = "decoding filled the cache with something else", list[tuple[torch.Tensor, torch.Tensor]]()
         try:
             self._check_model()  # Since the call began; what was computed may be of both models.
             if any(known):
-                self._check_planes(
-                    [(layer.keys, layer.values) for layer in cache.layers], len(rows) * prompts.num_copies
-                )
+                planes = [(layer.keys, layer.values) for layer in cache.layers]
+                self._check_planes(planes, len(rows) * prompts.num_copies)
         except (InvalidRequest, UnsupportedModel, LayoutMismatch) as error:
             why, known = str(error), [hashes[:0] for hashes in rows]
         num_unsure = sum(
@@ -262,13 +261,14 @@ class PrefixCachedModel:
         if not any(known):
             return
         began_s = time.perf_counter()
-        written, refused = self.link.use(lambda staging: self._save_rows(staging, prompts, known, cache, first), (0, 0))
+        written, refused = self.link.use(
+            lambda staging: self._save_rows(staging, prompts, known, planes, first), (0, 0)
+        )
         self._count(num_saved_blocks=written, num_refused_blocks=refused, save_s=time.perf_counter() - began_s)
 
     def _save_rows(
-        self, staging: Staging, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, first: list[int]
+        self, staging: Staging, prompts: Prompts, rows: list[BlockHashes], planes: Planes, first: list[int]
     ) -> tuple[int, int]:
-        planes: Planes = [(layer.keys, layer.values) for layer in cache.layers]
         seen: set[bytes] = set()
         num_written = num_refused = 0
         for row, (hashes, begin) in enumerate(zip(rows, first, strict=True)):

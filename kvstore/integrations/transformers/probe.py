@@ -109,11 +109,7 @@ def _tokens_of(model: Any) -> tuple[list[int], list[int]]:
 def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None = None) -> _Run | None:
     """Compute prompts as `generate` does; None if the model computed something else.
 
-    Args:
-        model: the model that runs.
-        rows: of tokens.
-        mask: of padding.
-        filled: an earlier run; all but the last few columns are taken from its cache.
+    With an earlier run, `filled`, all but the last few columns are taken from its cache.
     """
     cache, num_filled = new_cache(model), 0
     if filled is not None:
@@ -129,15 +125,10 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
     bare.generation_config = GenerationConfig(
         max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1, pad_token_id=0
     )
+    settings = {"attention_mask": mask.clone(), "return_dict_in_generate": True, "output_logits": True}
     try:
         with Witness(bare, cache, prompts, num_filled, sees_answer=False) as witness:
-            output = bare.generate(
-                rows.clone(),
-                attention_mask=mask.clone(),
-                past_key_values=cache,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
+            output = bare.generate(rows.clone(), past_key_values=cache, **settings)
     except InvalidRequest:  # Raised by the witness.
         return None
     except (TypeError, ValueError, IndexError, AttributeError) as error:

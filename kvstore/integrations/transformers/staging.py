@@ -64,13 +64,11 @@ class Staging:
         Raises:
             KVStoreError: the store cannot be used; blocks written before are right.
         """
-        starts = range(0, len(hashes), self._num_blocks)
-        following = self._load_job(hashes, 0, timeout_s) if starts else None
-        for start in starts:
-            running, following = following, None
-            assert running is not None
-            if start + self._num_blocks < len(hashes):
-                following = self._load_job(hashes, start + self._num_blocks, timeout_s)
+        following: Job[Any] | None = None
+        for start in range(0, len(hashes), self._num_blocks):
+            running = self._load_job(hashes, start, timeout_s) if following is None else following
+            is_last = start + self._num_blocks >= len(hashes)
+            following = None if is_last else self._load_job(hashes, start + self._num_blocks, timeout_s)
             result: LoadResult = self._wait(running)
             if any(failure.reason is MissReason.STORE_LOST for failure in result.failed):
                 raise StoreUnavailable(f"wanted the node's store, it is lost: {result.failed[0].detail}")
