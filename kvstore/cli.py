@@ -126,8 +126,7 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
 
     store = connect(name, address=address)
     stats = store.stats()
-    nodes = stats["nodes"]
-    stats["without_store"] = [node for node in store.node_ids() if "error" in nodes.get(node, {"error": ""})]
+    stats["without_store"] = [node for node in store.node_ids() if "error" in stats["nodes"].get(node, {"error": ""})]
     if as_json:
         click.echo(json.dumps(stats))
     else:

@@ -115,7 +115,7 @@ def _names(text: str) -> list[str]:
 def ucx_version(log: str) -> str:
     """Return the version that UCX logs when it starts, or "" if there is none."""
     match = re.search(r"UCX +INFO +Version ([0-9.]+)", log)
-    return match.group(1) if match else ""
+    return match[1] if match else ""
 
 
 def ucx_settings(log: str) -> dict[str, str]:

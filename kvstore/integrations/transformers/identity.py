@@ -68,8 +68,7 @@ def check_supported(model: Any) -> None:
             f"wanted a decoder-only model, got the encoder-decoder {type(model).__name__}; {SUPPORTED}"
         )
     _check_causal(config)
-    kinds = set(_rope_kinds(config))
-    if found := sorted(kind for kind in kinds if any(name in kind for name in _ROPE_OF_LENGTH)):
+    if found := sorted(kind for kind in _rope_kinds(config) if any(name in kind for name in _ROPE_OF_LENGTH)):
         raise UnsupportedModel(
             f"wanted a RoPE whose angles depend on the position alone, got rope_type {found[0]!r}: KV of a prefix "
             "then depends on how long the whole sequence is, so it cannot be shared; 'default', 'linear', 'yarn' and "

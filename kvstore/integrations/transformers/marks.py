@@ -104,10 +104,9 @@ class Marks:
 
 
 def _tensors_of(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[str, int]]]:
-    """Return parameters with saved buffers, derived buffers, and for each name the number of its tensor.
+    """Return parameters with saved buffers, derived buffers, and all names with their tensors' numbers.
 
-    Each tensor is listed once. Each of its names has its number, so that it is seen when a layer is tied to another one
-    than before.
+    Each tensor is listed once; the numbers show a layer that is tied to another one than before.
     """
     weights, derived = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     numbers, names = dict[int, int](), list[tuple[str, int]]()

@@ -60,8 +60,9 @@ def sources_of(model: Any) -> dict[str, Any]:
         tree = _tree(model, reader)
         return {"settings": digest_of(tree), "code": _code_of(model, reader, needs_source=True)}
     except UnclearError as error:
+        where, what = error.args
         raise UnsupportedModel(
-            f"wanted plain values and code that can be told from others, got {error.where}: {error.what}. Plain are "
+            f"wanted plain values and code that can be told from others, got {where}: {what}. Plain are "
             "numbers, texts, None, enums, arrays, tensors, and tuples, lists, dicts and sets of them; an object of "
             "another kind, or a variable that is set later, could hold anything. Make it one of these, or pass "
             "model_id= with a name that only this model has, code and weights"

@@ -32,10 +32,6 @@ class UnclearError(Exception):
         what: description of the value.
     """
 
-    def __init__(self, where: str, what: str) -> None:
-        super().__init__(where, what)
-        self.where, self.what = where, what
-
 
 def digest_of(described: Any) -> str:
     """Return the SHA-256, in hex, of a description by `Reader.read`."""
@@ -169,7 +165,9 @@ class Reader:
                 self.read(getattr(value, name), f"{where} ({name})", of_library=of_library) for name in names
             ]]  # fmt: skip
         if isinstance(value, type):
-            return self._class(value, where)
+            if kinds.is_of_library(value):
+                return ["class", kinds.name_of(value)]
+            return ["class", self.read_class(value, where), [self.read(each, where) for each in value.__mro__[1:]]]
         if isinstance(value, types.ModuleType) and kinds.is_known(value.__name__, kinds.KNOWN_VALUES):
             return ["module", value.__name__]
         if (found := self._array(value, kind, where)) is not None:
@@ -208,11 +206,6 @@ class Reader:
             self._mark(kinds.state_of_tensor, value)
             return self._unclear(value, where, _kind(value))
         return None
-
-    def _class(self, kind: type, where: str) -> Any:
-        if kinds.is_of_library(kind):
-            return ["class", kinds.name_of(kind)]
-        return ["class", self.read_class(kind, where), [self.read(each, where) for each in kind.__mro__[1:]]]
 
     def _object(self, value: Any, where: str) -> Any:
         """Return the description of a library's object: its class, and all that it holds."""

@@ -77,13 +77,10 @@ class Witness:
             end = start + tokens.shape[1]
             if start > num_right or end > sequences.shape[1]:
                 break
+            if not torch.equal(tokens, sequences[:, start:end].to(tokens.device)):
+                return min(start, num_right)
             wanted = torch.arange(start, end, device=tokens.device) - padding.to(tokens.device)
-            is_right = torch.equal(tokens, sequences[:, start:end].to(tokens.device))
-            if positions is None:
-                is_right = is_right and not bool(padding.any())
-            else:
-                is_right = is_right and positions.dim() == 2 and bool((positions == wanted).all())
-            if not is_right:
+            if bool(padding.any()) if positions is None else positions.dim() != 2 or bool((positions != wanted).any()):
                 return min(start, num_right)
             num_right = end  # It overwrites columns that were fed before and taken back.
         return min(num_right, self._num_held())
