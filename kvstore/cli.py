@@ -1,4 +1,4 @@
-"""The command line: `kvstore start|status|stop|doctor|bench`. Thin: other modules find out what it shows.
+"""The commands `kvstore start|status|stop|doctor|bench`. Thin: other modules find out what they show.
 
 One of the two modules of the core that may import kvstore.actors, and only when a command needs it.
 """
@@ -138,10 +138,10 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
 @NAME
 @ADDRESS
 def stop(name: str, address: str | None) -> None:
-    """Stop one store on every node, whoever uses it. Its blocks are gone; Ray and other stores go on.
+    """Stop one store on every node, also while it is used. Its blocks are gone; Ray and other stores go on.
 
-    Also what is left of one whose supervisor hangs or is gone, and a store of another version. Where several Rays run
-    on this machine, --address or RAY_ADDRESS has to say which.
+    This works for a store whose supervisor hangs or is gone, and for one of another version. Where several Rays run on
+    this machine, --address or RAY_ADDRESS has to name one.
     """
     from kvstore.actors.ending import end_store
     from kvstore.actors.session.joining import check_named, join_ray
@@ -165,10 +165,10 @@ def stop(name: str, address: str | None) -> None:
 @click.option("--no-idle", is_flag=True, help="Do not measure it.")
 @click.pass_context
 def doctor(ctx: click.Context, address: str | None, as_json: bool, idle_seconds: float, no_idle: bool) -> None:
-    """Say what this machine can do for a store, what it will use, and how to fix what is missing.
+    """Check what this machine can do for a store, and say how to fix what is missing.
 
-    Bytes are really moved between two processes, and unless --no-idle is given a small store with a Ray of its
-    own is run for a moment. Nothing is changed. Exit status 1 when a row says fail.
+    Two processes move bytes, and a small store with a Ray of its own runs for a moment, unless --no-idle is given.
+    Nothing is changed. Exit status 1 when a row says fail.
     """
     from kvstore.actors.diagnose import check_idle, ray_checks
 
@@ -206,7 +206,7 @@ def transfer(
 ) -> None:
     """GB/s of blocks between two nodes: memcpy, raw NIXL, our load, Ray's object store.
 
-    What cannot be measured is said on stderr, and the exit status is 1; the rows of the rest are printed in any case.
+    A failure is shown on stderr, and the exit status is 1; all rows that were measured are printed.
     """
     from kvstore.actors.bench.transfer import Measured, run_transfer
 
@@ -250,7 +250,9 @@ def control(counts: tuple[int, ...], rounds: int, as_json: bool, output: Path | 
 @click.option(
     "--num-blocks", "counts", multiple=True, type=POSITIVE, help="May be repeated. Default: 8 16 64 256 1024."
 )
-@click.option("--max-bytes", default="2GiB", show_default=True, help="What would move more at once is left out.")
+@click.option(
+    "--max-bytes", default="2GiB", show_default=True, help="Leave out measurements that would move more at once."
+)
 @click.option("--rounds", type=POSITIVE, default=7, show_default=True, help="The median counts.")
 @JSON
 @OUTPUT
