@@ -160,14 +160,11 @@ class StoreConfig:
         Raises:
             ConfigError: a key is unknown, a value cannot work, or the text is not settings at all.
         """
-        values = None
+        values, wanted = None, "what StoreConfig.to_json wrote"
         with contextlib.suppress(ValueError):
-            values = json.loads(text)
+            values, wanted = json.loads(text), "the JSON object that StoreConfig.to_json wrote"
         if not isinstance(values, dict):
-            raise ConfigError(
-                f"settings: wanted what StoreConfig.to_json wrote, got {clip(text)}; run one version of raykv "
-                "everywhere"
-            )
+            raise ConfigError(f"settings: wanted {wanted}, got {clip(text)}; run one version of raykv everywhere")
         StoreConfig.check_names(values)
         return StoreConfig(**values)
 
