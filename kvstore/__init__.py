@@ -67,34 +67,24 @@ __all__ = [
     "start",
 ]
 
-_MODULE_OF = {
-    "connect": "api",
-    "node_store": "api",
-    "start": "api",
-    "Client": "client.client",
-    "Store": "api",
-    "StoreConfig": "config",
-    "KVStoreError": "errors",
-    "FetchResult": "client.results",
-    "HandoffRoute": "client.results",
-    "HandoffTicket": "blocks.ticket",
-    "Publication": "client.results",
-    "BlockHashes": "blocks.hashing",
-    "Namespace": "blocks.hashing",
-    "EngineLayout": "engine.layout",
-    "Part": "blocks.part",
-    "Lease": "client.lease",
-    "BlockFailure": "client.results",
-    "Job": "client.job",
-    "LoadResult": "client.results",
-    "Match": "client.results",
-    "MissReason": "client.results",
-    "Pinned": "client.results",
-    "SaveResult": "client.results",
-    "KVShape": "blocks.shape",
-    "Planes": "blocks.shape",
-    "SideTensor": "blocks.shape",
-}
+_NAMES_IN = {
+    "api": ("Store", "connect", "node_store", "start"),
+    "blocks.hashing": ("BlockHashes", "Namespace"),
+    "blocks.part": ("Part",),
+    "blocks.shape": ("KVShape", "Planes", "SideTensor"),
+    "blocks.ticket": ("HandoffTicket",),
+    "client.client": ("Client",),
+    "client.job": ("Job",),
+    "client.lease": ("Lease",),
+    "client.results": (
+        "BlockFailure", "FetchResult", "HandoffRoute", "LoadResult", "Match", "MissReason", "Pinned", "Publication",
+        "SaveResult",
+    ),
+    "config": ("StoreConfig",),
+    "engine.layout": ("EngineLayout",),
+    "errors": ("KVStoreError",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -126,14 +126,12 @@ class StoreConfig:
             raise ConfigError(
                 f"lease_ttl_s: wanted more than twice lease_margin_s={self.lease_margin_s}, got {self.lease_ttl_s}"
             )
-        fractions = ("max_pinned_fraction", "max_hard_pinned_fraction", "max_handoff_fraction")
-        for field in (*fractions, "max_quarantined_fraction"):
+        for field in [setting.name for setting in fields(self) if setting.name.endswith("_fraction")]:
             if not 0 < getattr(self, field) <= 1:
                 raise ConfigError(f"{field}: wanted a share in (0, 1], got {getattr(self, field)}")
         for field in ("chunk_bytes", "stage_chunk_bytes"):
             if getattr(self, field) < 1 << 12:
                 raise ConfigError(f"{field}: wanted at least 4096, got {getattr(self, field)}")
-
         if self.lane not in ("default", "tcp"):
             raise ConfigError(f"lane: wanted 'default' or 'tcp', got {self.lane!r}")
 
@@ -162,18 +160,11 @@ class StoreConfig:
         Raises:
             ConfigError: a key is unknown, a value cannot work, or the text is not settings at all.
         """
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(
-                f"settings: wanted what StoreConfig.to_json wrote, got {clip(text)}; run one version of raykv "
-                "everywhere"
-            ) from error
+        values, wanted = None, "what StoreConfig.to_json wrote"
+        with contextlib.suppress(ValueError):
+            values, wanted = json.loads(text), "the JSON object that StoreConfig.to_json wrote"
         if not isinstance(values, dict):
-            raise ConfigError(
-                f"settings: wanted the JSON object that StoreConfig.to_json wrote, got {clip(text)}; run one version "
-                "of raykv everywhere"
-            )
+            raise ConfigError(f"settings: wanted {wanted}, got {clip(text)}; run one version of raykv everywhere")
         StoreConfig.check_names(values)
         return StoreConfig(**values)
 
@@ -238,7 +229,5 @@ def set_ucx_defaults() -> None:
 
     Must run before NIXL is loaded. Measured: 4 to 8 times faster on loopback TCP.
     """
-    for key, value in UCX_DEFAULTS.items():
+    for key, value in {**UCX_DEFAULTS, "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}.items():
         os.environ.setdefault(key, value)
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("UCX_LOG_LEVEL", "error")

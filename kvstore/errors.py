@@ -165,10 +165,4 @@ class CopyStuck(KernelError):
 
 def all_error_types() -> dict[str, type[KVStoreError]]:
     """Return every error class of the tree by name; messages send an error as its name."""
-    found: dict[str, type[KVStoreError]] = {}
-    pending: list[type[KVStoreError]] = [KVStoreError]
-    while pending:
-        cls = pending.pop()
-        found[cls.__name__] = cls
-        pending.extend(cls.__subclasses__())
-    return found
+    return {name: cls for name, cls in globals().items() if isinstance(cls, type) and issubclass(cls, KVStoreError)}

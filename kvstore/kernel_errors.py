@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from kvstore.errors import ConfigError, KernelError
 
 
@@ -28,14 +26,11 @@ class kernel_errors:
     def __enter__(self) -> None:
         """Begin the body."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ImportError):
             raise ConfigError(f"{self._what}: {error}") from error
         if isinstance(error, OSError):
-            raise ConfigError(
-                f"{self._what}: wanted the CUDA driver, got {error}; install it, or use CPU tensors"
-            ) from error
+            fix = "install it, or use CPU tensors"
+            raise ConfigError(f"{self._what}: wanted the CUDA driver, got {error}; {fix}") from error
         if isinstance(error, (RuntimeError, ValueError)):
             raise KernelError(f"{self._what} failed: {error}") from error

@@ -29,7 +29,6 @@ from kvstore.bench.gpu import (
     make_setup,
     make_shape,
     measure_ways,
-    smaller_setup,
 )
 from kvstore.bench.gpu_ways import Setup, Way, device_directions
 from kvstore.blocks.shape import KVShape
@@ -85,7 +84,7 @@ def case_rows(name: str, block_size: int, num_blocks: int, half: int, rounds: in
     no_host = torch.empty((0, shape.block_bytes), dtype=torch.uint8)
     places = []
     for _ in range(NUM_PLACES):
-        setup = smaller_setup(make_setup(shape, half, no_host), num_blocks)
+        setup = make_setup(shape, half, no_host).first(num_blocks)
         spans = spans_of(setup)
         chosen = chosen_style(shape, spans)
         ways = {"limit": dict(device_directions(setup))["unpack"]["limit"]}

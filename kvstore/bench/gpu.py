@@ -1,20 +1,17 @@
 """Benchmark: KV blocks between an engine's layer-separate cache, device memory and pinned host memory.
 
-Compares our way with the limit, which is one copy of the same bytes, and with other ways. All ways take turns in each
-round of one run, so that noise affects all alike. Before each way other memory is read and written, so that the L2
-holds the same for all. Data is drawn again for each shape; destinations are poisoned before and compared after. A
-figure is bytes of KV over the median of event times. The device is kept busy until the host has queued its work, as a
-forward pass does before a save; "from_idle" includes the host's work before that. Other ways move fragments in the
-engine's own order; ours also moves heads outside, as slots need it. Loads during matrix products also have the time of
-one product. Speed inside device memory depends by a few percent on the addresses of caches and slots, also for one
-plain copy, so its rounds are divided among several places.
+All ways take turns in each round of one run, so that noise affects all alike; the limit is one copy of the same bytes.
+Before each way other memory is read and written, so that the L2 holds the same for all. A figure is bytes of KV over
+the median of event times. The device is kept busy until the host has queued its work, as a forward pass does before a
+save; "from_idle" includes the host's work before that. Other ways move fragments in the engine's own order; ours also
+moves heads outside, as slots need it. Speed inside device memory depends by a few percent on the addresses of caches
+and slots, also for one plain copy, so its rounds are divided among several places.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +92,7 @@ def _shape_rows(
     measured = _on_device(shape, counts, host, rounds, other)
     whole = make_setup(shape, max(counts), host)
     for count in counts:
-        measured |= _over_the_link(smaller_setup(whole, count), rounds, other)
+        measured |= _over_the_link(whole.first(count), rounds, other)
     place = {"shape": name, "block_size": shape.block_size}
     rows = [
         place
@@ -103,10 +100,12 @@ def _shape_rows(
             "num_blocks": count,
             "direction": direction,
             "way": way,
-            "gb_per_s": round(count * shape.block_bytes * (2 if direction == "both" else 1) / 1e9 / seconds, 2),
+            "gb_per_s": round(
+                count * shape.block_bytes * (2 if direction == "both" else 1) / 1e9 / statistics.median(seconds), 2
+            ),
         }
         for (count, direction), ways in sorted(measured.items(), key=lambda item: item[0][0])
-        for way, seconds in _medians(ways).items()
+        for way, seconds in ways.items()
     ]
     if beside:
         where = place | {"num_blocks": max(counts), "direction": BESIDE}
@@ -131,7 +130,7 @@ def _on_device(
     for place in range(places):
         whole = make_setup(shape, max(counts), host)
         for count in counts:
-            setup = smaller_setup(whole, count)
+            setup = whole.first(count)
             for direction, ways in device_directions(setup):
                 so_far = found.setdefault((count, direction), {})
                 times = measure_ways(ways, other, rounds // places + (place < rounds % places), DEVICE_DELAY_CYCLES)
@@ -195,17 +194,6 @@ def _spacer(rng: np.random.Generator, most_mib: int) -> torch.Tensor:
     return torch.empty(int(rng.integers(1, most_mib)) << 20, dtype=torch.uint8, device="cuda")
 
 
-def smaller_setup(whole: Setup, count: int) -> Setup:
-    """Return the same cache and slots with only the first `count` blocks."""
-    return replace(
-        whole,
-        block_ids=whole.block_ids[:count],
-        slot_ids=whole.slot_ids[:count],
-        device=whole.device[:count],
-        flat=whole.flat[:count],
-    )
-
-
 def measure_ways(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_cycles: int) -> Times:
     """Return the seconds of each way per round; one more round before them warms up."""
     found: Times = {name: [] for name in ways}
@@ -224,37 +212,29 @@ def measure_ways(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_c
     return found
 
 
-def _medians(times: Times) -> dict[str, float]:
-    return {way: statistics.median(seconds) for way, seconds in times.items()}
-
-
 def check_bytes(setup: Setup, direction: str, ours: Way) -> None:
     """Run our way again over a poisoned destination, and compare every byte."""
     shape, ids = setup.shape, torch.from_numpy(setup.block_ids).cuda()
     bits, slots = [cache.view(torch.int16) for cache in setup.caches], torch.from_numpy(setup.slot_ids).cuda()
     # On the device: a host takes seconds to gather as many slots.
     far = torch.full_like(setup.host, _POISON, device="cuda")
-    if direction in ("pack", "gpu_to_host", "both"):
-        if direction == "pack":
-            setup.device.fill_(_POISON)
-        else:
-            setup.host.copy_(far)
-        torch.cuda.synchronize()
-        ours()
-        torch.cuda.synchronize()
-        got = setup.device if direction == "pack" else far.copy_(setup.host)[slots]
+    got = setup.flat
+    if direction == "pack":
+        got = setup.device.fill_(_POISON)
+    elif direction == "unpack":
+        setup.device.copy_(got)
     else:
-        got = setup.flat if direction == "unpack" else torch.randint_like(setup.flat, 256)
-        if direction == "unpack":
-            setup.device.copy_(got)
-        else:
-            far[slots] = got
-            setup.host.copy_(far)
+        if direction == "host_to_gpu":
+            got = far[slots] = torch.randint_like(got, 256)
+        setup.host.copy_(far)
+    if direction in ("unpack", "host_to_gpu"):
         for cache in bits:
             cache[:, ids] = _POISON
-        torch.cuda.synchronize()
-        ours()
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    ours()
+    torch.cuda.synchronize()
+    if direction in ("gpu_to_host", "both"):
+        got = far.copy_(setup.host)[slots]
     pieces = in_slots(got, shape)
     if not all(
         torch.equal(pieces[:, layer].transpose(0, 1).view(torch.int16), cache[:, ids])

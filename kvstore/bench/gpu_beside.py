@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvstore.bench.gpu_ways import Setup
-from kvstore.kernels.spans import block_spans
 from kvstore.kernels.staging import StagingRing
 
 _SIZE = 8192  # products of two square bfloat16 matrices
@@ -47,7 +45,7 @@ def beside_products(setup: Setup, rounds: int) -> list[dict[str, Any]]:
     """
     factors = [torch.randn(_SIZE, _SIZE, device="cuda").to(torch.bfloat16) for _ in range(2)]
     result, link = torch.empty_like(factors[0]), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    setup = _enough_of(setup)
+    setup = setup.first(-(-_LOAD_BYTES // setup.shape.block_bytes))
     repeats = -(-_LOAD_BYTES // setup.num_bytes)
     ways: dict[str, Queue | None] = {"no_load": None, "limit": _plain(setup), "limit_again": _plain(setup)}
     ways |= {"ours": _ring(setup, None)} | {f"ours_max_ctas_{cap}": _ring(setup, cap) for cap in CAPS}
@@ -104,11 +102,6 @@ def _row(way: str, measured: list[tuple[float, float]], limit: list[tuple[float,
     }
 
 
-def _enough_of(setup: Setup) -> Setup:
-    count = min(len(setup.block_ids), -(-_LOAD_BYTES // setup.shape.block_bytes))
-    return replace(setup, block_ids=setup.block_ids[:count], slot_ids=setup.slot_ids[:count], flat=setup.flat[:count])
-
-
 def _plain(setup: Setup) -> Queue:
     done, near = _timer(), setup.host[: len(setup.block_ids)]
 
@@ -121,13 +114,8 @@ def _plain(setup: Setup) -> Queue:
 
 
 def _ring(setup: Setup, max_ctas: int | None) -> Queue:
-    ring, count = StagingRing(setup.copier, max_ctas=max_ctas), len(setup.block_ids)
-
-    def queue() -> torch.cuda.Event:
-        spans = block_spans(setup.copier.plan.paging, setup.block_ids, range(count), count)
-        return ring.load(setup.host, setup.slot_ids, spans)
-
-    return queue
+    ring = StagingRing(setup.copier, max_ctas=max_ctas)
+    return lambda: ring.load(setup.host, setup.slot_ids, setup.spans())
 
 
 def _timer() -> torch.cuda.Event:

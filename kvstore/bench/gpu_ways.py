@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvstore.kernels.driver import copy_run, copy_runs, on_device
 from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.merging import I64, merge_runs
 from kvstore.kernels.reference import torch_dtype
-from kvstore.kernels.spans import block_spans
+from kvstore.kernels.spans import Spans, block_spans
 from kvstore.kernels.staging import StagingRing
 
 Way = Callable[[], torch.cuda.Stream]
@@ -40,6 +40,21 @@ class Setup:
         """Return the number of bytes that are moved."""
         return len(self.block_ids) * self.shape.block_bytes
 
+    def first(self, count: int) -> Setup:
+        """Return the same cache and slots with only the first `count` blocks."""
+        return replace(
+            self,
+            block_ids=self.block_ids[:count],
+            slot_ids=self.slot_ids[:count],
+            device=self.device[:count],
+            flat=self.flat[:count],
+        )
+
+    def spans(self) -> Spans:
+        """Return the whole blocks, one after the other."""
+        count = len(self.block_ids)
+        return block_spans(self.copier.plan.paging, self.block_ids, range(count), count)
+
 
 def device_directions(setup: Setup) -> Iterator[tuple[str, dict[str, Way]]]:
     """Yield each direction in device memory with its ways by name."""
@@ -55,9 +70,7 @@ def link_directions(setup: Setup) -> Iterator[tuple[str, dict[str, Way]]]:
 
 
 def _device_ways(setup: Setup, to_slots: bool) -> dict[str, Way]:
-    count = len(setup.block_ids)
-    copier, current = setup.copier, torch.cuda.current_stream()
-    listed = block_spans(copier.plan.paging, setup.block_ids, np.arange(count), count)
+    copier, current, listed = setup.copier, torch.cuda.current_stream(), setup.spans()
     spans = copier.place(listed if to_slots else listed.to_unpack())
     ids = torch.from_numpy(setup.block_ids).cuda()
 
@@ -90,7 +103,6 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
     listed = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
     current = torch.cuda.current_stream()
     count = len(setup.block_ids)
-    adjacent = np.arange(count)
 
     def limit() -> torch.cuda.Stream:
         stream.wait_stream(current)
@@ -101,12 +113,11 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
 
     def ours_into(slot_ids: I64) -> Way:
         def way() -> torch.cuda.Stream:
-            spans = block_spans(setup.copier.plan.paging, setup.block_ids, range(count), count)
+            spans = setup.spans()
             if to_host:
-                done = ring.save(spans, setup.host, slot_ids)
+                stream.wait_event(ring.save(spans, setup.host, slot_ids))
             else:
-                done = ring.load(setup.host, slot_ids, spans)
-            stream.wait_event(done)
+                stream.wait_event(ring.load(setup.host, slot_ids, spans))
             return stream
 
         return way
@@ -139,7 +150,7 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
     ways = {
         "limit": limit,
         "ours": ours_into(setup.slot_ids),
-        "ours_adjacent_slots": ours_into(adjacent),
+        "ours_adjacent_slots": ours_into(np.arange(count)),
         "batch_of_fragments": batch,
         "torch_gather": torch_gather,
     }
@@ -152,8 +163,11 @@ def _both_ways(setup: Setup) -> dict[str, Way]:
     """Return ways that save the blocks while as many others are loaded; bytes of both directions count."""
     count = len(setup.block_ids)
     rings, streams = [StagingRing(setup.copier) for _ in range(2)], [_new_stream() for _ in range(2)]
-    others = np.setdiff1d(np.arange(setup.caches[0].shape[1]), setup.block_ids)[:count]
-    other_slots = np.setdiff1d(np.arange(len(setup.host)), setup.slot_ids)[:count]
+    others = replace(
+        setup,
+        block_ids=np.setdiff1d(np.arange(setup.caches[0].shape[1]), setup.block_ids)[:count],
+        slot_ids=np.setdiff1d(np.arange(len(setup.host)), setup.slot_ids)[:count],
+    )
     pool = ThreadPoolExecutor(1)
     extra, current = torch.empty_like(setup.flat), torch.cuda.current_stream()
 
@@ -172,14 +186,12 @@ def _both_ways(setup: Setup) -> dict[str, Way]:
 
     def save() -> None:
         with torch.cuda.stream(current):
-            spans = block_spans(setup.copier.plan.paging, setup.block_ids, range(count), count)
-            streams[0].wait_event(rings[0].save(spans, setup.host, setup.slot_ids))
+            streams[0].wait_event(rings[0].save(setup.spans(), setup.host, setup.slot_ids))
 
     def ours() -> torch.cuda.Stream:
         # Two threads queue copies, as a client's save and load do.
         saving = pool.submit(save)
-        spans = block_spans(setup.copier.plan.paging, others, range(count), count)
-        streams[1].wait_event(rings[1].load(setup.host, other_slots, spans))
+        streams[1].wait_event(rings[1].load(setup.host, others.slot_ids, others.spans()))
         saving.result(60)
         return joined()
 

@@ -11,7 +11,7 @@ import platform
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Check:
     """
 
     name: str
-    status: Status
+    status: Status = Status.OK
     found: str
     fix: str = ""
     values: dict[str, Any] = field(default_factory=dict)
@@ -83,10 +83,10 @@ def machine_checks() -> list[Look]:
 
 def check_python() -> Check:
     """Compare the interpreter with what the package needs."""
-    found = f"{platform.python_version()} ({sys.executable})"
+    check = Check(name="Python", found=f"{platform.python_version()} ({sys.executable})")
     if sys.version_info[:2] < _MIN_PYTHON:
-        return Check(name="Python", status=Status.FAIL, found=found, fix="use Python 3.11 or newer")
-    return Check(name="Python", status=Status.OK, found=found)
+        return replace(check, status=Status.FAIL, fix="use Python 3.11 or newer")
+    return check
 
 
 def check_nixl() -> Check:
@@ -94,10 +94,8 @@ def check_nixl() -> Check:
     name = "NIXL"
     wheels = [f"{p} {v}" for p in ("nixl-cu12", "nixl-cu13") if (v := package_version(p)) is not None]
     if not wheels:
-        return Check(
-            name=name, status=Status.FAIL, found="no wheel is installed",
-            fix="pip install nixl-cu12 (or nixl-cu13 beside CUDA 13)",
-        )  # fmt: skip
+        fix = "pip install nixl-cu12 (or nixl-cu13 beside CUDA 13)"
+        return Check(name=name, status=Status.FAIL, found="no wheel is installed", fix=fix)
     try:
         plugins = probe_plugins()
     except KVStoreError as error:
@@ -108,12 +106,11 @@ def check_nixl() -> Check:
     )
     rest = ", ".join(plugin for plugin, kinds in plugins.items() if not kinds)
     found = f"{', '.join(wheels)}; loads {listed or 'no plugin'}" + (f"; not: {rest}" if rest else "")
+    check = Check(name=name, found=found, values={"plugins": plugins})
     if "DRAM_SEG" not in loaded.get("UCX", []):
-        return Check(
-            name=name, status=Status.FAIL, found=found, values={"plugins": plugins},
-            fix="the UCX plugin is needed: reinstall the wheel, and unset NIXL_PLUGIN_DIR and LD_LIBRARY_PATH",
-        )  # fmt: skip
-    return Check(name=name, status=Status.OK, found=found, values={"plugins": plugins})
+        fix = "the UCX plugin is needed: reinstall the wheel, and unset NIXL_PLUGIN_DIR and LD_LIBRARY_PATH"
+        return replace(check, status=Status.FAIL, fix=fix)
+    return check
 
 
 def check_lane(lane: str) -> Check:
@@ -122,28 +119,26 @@ def check_lane(lane: str) -> Check:
     try:
         report = probe_lane(lane)
     except KVStoreError as error:
-        return Check(
-            name=name, status=Status.FAIL, found=f"a READ between two local processes failed: {error}",
-            fix="see the rows NIXL, Memory and Attaching (CMA); unset UCX_* variables that you do not need",
-        )  # fmt: skip
+        fix = "see the rows NIXL, Memory and Attaching (CMA); unset UCX_* variables that you do not need"
+        found = f"a READ between two local processes failed: {error}"
+        return Check(name=name, status=Status.FAIL, found=found, fix=fix)
     return judge_lane(name, lane, report)
 
 
 def judge_lane(name: str, lane: str, report: LaneReport) -> Check:
     """Return the finding for a lane report."""
-    values = {**asdict(report), "lane": lane}
     used = " + ".join(report.transports) or "unknown transports"
     found = f"{used}, {report.gb_per_s:.1f} GB/s (UCX {report.ucx or 'of unknown version'})"
     chosen = {key: value for key, value in report.settings.items() if lane == "default" or key != "UCX_TLS"}
     if chosen:
         found += " with " + " ".join(f"{key}={value}" for key, value in sorted(chosen.items()))
-    only_tcp = all(used.startswith("tcp/") for used in report.transports)
-    if lane == "default" and only_tcp:
+    check = Check(name=name, found=found, values={**asdict(report), "lane": lane})
+    if lane == "default" and all(used.startswith("tcp/") for used in report.transports):
         fix = "two stores on one host talk over TCP; for shared memory see the row Attaching (CMA)"
         if "UCX_TLS" in report.settings:
             fix = "UCX_TLS keeps UCX from shared memory on one host; unset it unless you mean it"
-        return Check(name=name, status=Status.WARN, found=found, fix=fix, values=values)
-    return Check(name=name, status=Status.OK, found=found, values=values)
+        return replace(check, status=Status.WARN, fix=fix)
+    return check
 
 
 def check_cuda() -> Check:
@@ -161,7 +156,7 @@ def check_cuda() -> Check:
     values = {"driver": driver, "torch_cuda": torch.version.cuda, "cupy": cupy}
     if not driver:
         found = f"no NVIDIA driver; {built}; {cupy or 'no CuPy'}: CPU tensors only"
-        return Check(name=name, status=Status.OK, found=found, values=values)
+        return Check(name=name, found=found, values=values)
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{num_devices} device(s); {built}; {cupy or 'no CuPy'}; {driver}"
     missing = []
@@ -170,24 +165,22 @@ def check_cuda() -> Check:
     if not cupy:
         extra = "cuda13" if str(torch.version.cuda or "").startswith("13") else "cuda12"
         missing.append(f"CuPy (pip install '.[{extra}]' in a checkout of raykv)")
-    if missing:
-        fix = f"for GPU tensors: {' and '.join(missing)}"
-        return Check(name=name, status=Status.WARN, found=found, fix=fix, values=values)
-    return Check(name=name, status=Status.OK, found=found, values=values)
+    check = Check(name=name, found=found, values=values)
+    return replace(check, status=Status.WARN, fix=f"for GPU tensors: {' and '.join(missing)}") if missing else check
 
 
 def check_memory() -> Check:
     """Check how large an arena may be, and which limit decides."""
     room, source = available_bytes()
     found = f"{human_bytes(room)} for stores and engines, limited by the {source}"
-    values = {"room_bytes": room, "source": source}
+    check = Check(name="Memory", found=found, values={"room_bytes": room, "source": source})
     if room < 320 * _MIB:
         fix = "free memory or raise the limit: a store needs its capacity and 256 MiB of headroom"
-        return Check(name="Memory", status=Status.FAIL, found=found, fix=fix, values=values)
+        return replace(check, status=Status.FAIL, fix=fix)
     if room < 2 * _GIB:
         fix = "a store of the default capacity of 1 GiB leaves little to the engine; raise the limit"
-        return Check(name="Memory", status=Status.WARN, found=found, fix=fix, values=values)
-    return Check(name="Memory", status=Status.OK, found=found, values=values)
+        return replace(check, status=Status.WARN, fix=fix)
+    return check
 
 
 def check_shm() -> Check:
@@ -198,11 +191,11 @@ def check_shm() -> Check:
         return Check(name="/dev/shm", status=Status.WARN, found=str(error), fix="mount a tmpfs there; Ray wants one")
     total, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
     found = f"{human_bytes(free)} free of {human_bytes(total)} (for Ray's object store; the arena needs none)"
-    values = {"total_bytes": total, "free_bytes": free}
+    check = Check(name="/dev/shm", found=found, values={"total_bytes": total, "free_bytes": free})
     if total < _ENOUGH_SHM_BYTES:
         fix = "Ray's object store falls back to disk; in a container give --shm-size=4g or more"
-        return Check(name="/dev/shm", status=Status.WARN, found=found, fix=fix, values=values)
-    return Check(name="/dev/shm", status=Status.OK, found=found, values=values)
+        return replace(check, status=Status.WARN, fix=fix)
+    return check
 
 
 def check_huge_pages() -> Check:
@@ -211,7 +204,7 @@ def check_huge_pages() -> Check:
     text = _first_line(path)
     chosen = text.partition("[")[2].partition("]")[0]
     if not chosen:
-        return Check(name="Huge pages", status=Status.OK, found="this kernel has none for shared memory")
+        return Check(name="Huge pages", found="this kernel has none for shared memory")
     release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
     if chosen == "deny":
         found, fix = "denied for shared memory: the arena gets small pages", f"optional: echo never > {path}"
@@ -219,7 +212,7 @@ def check_huge_pages() -> Check:
         found, fix = f"yes: the arena asks for them itself (the setting of the system, {chosen!r}, is for others)", ""
     else:
         found, fix = f"for shared memory: {chosen}", f"optional: echo within_size > {path}"
-    return Check(name="Huge pages", status=Status.OK, found=found, fix=fix, values={"shmem_enabled": chosen})
+    return Check(name="Huge pages", found=found, fix=fix, values={"shmem_enabled": chosen})
 
 
 def check_ptrace() -> Check:
@@ -227,15 +220,12 @@ def check_ptrace() -> Check:
     name = "Attaching (CMA)"
     text = _first_line(Path("/proc/sys/kernel/yama/ptrace_scope"))
     if not text:
-        return Check(name=name, status=Status.OK, found="no Yama: processes of one user may read each other")
-    found, values = f"yama ptrace_scope is {text}", {"ptrace_scope": int(text)}
+        return Check(name=name, found="no Yama: processes of one user may read each other")
+    check = Check(name=name, found=f"yama ptrace_scope is {text}", values={"ptrace_scope": int(text)})
     if int(text) <= 1:  # With 1 the target process must allow it; UCX does that for its processes.
-        return Check(name=name, status=Status.OK, found=found, values=values)
-    return Check(
-        name=name, status=Status.WARN, found=found, values=values,
-        fix="matters only for several stores on one host: sysctl kernel.yama.ptrace_scope=1, or in a container "
-        "--cap-add=SYS_PTRACE",
-    )  # fmt: skip
+        return check
+    fix = "sysctl kernel.yama.ptrace_scope=1, or in a container --cap-add=SYS_PTRACE"
+    return replace(check, status=Status.WARN, fix=f"matters only for several stores on one host: {fix}")
 
 
 def check_rdma() -> Check:
@@ -243,41 +233,34 @@ def check_rdma() -> Check:
     devices = _names_in(Path("/sys/class/infiniband"))
     verbs = [name for name in _names_in(Path("/dev/infiniband")) if name.startswith("uverbs")]
     values = {"devices": devices, "uverbs": verbs}
-    if not devices:
-        found = "no device: stores on different hosts talk over TCP"
-        return Check(name="RDMA", status=Status.OK, found=found, values=values)
-    if not verbs:
-        return Check(
-            name="RDMA", status=Status.WARN, found=f"{', '.join(devices)}, but no /dev/infiniband/uverbs*",
-            fix="in a container: --device=/dev/infiniband --ulimit memlock=-1", values=values,
-        )  # fmt: skip
-    return Check(name="RDMA", status=Status.OK, found=", ".join(devices), values=values)
+    found = ", ".join(devices) or "no device: stores on different hosts talk over TCP"
+    if devices and not verbs:
+        fix = "in a container: --device=/dev/infiniband --ulimit memlock=-1"
+        found += ", but no /dev/infiniband/uverbs*"
+        return Check(name="RDMA", status=Status.WARN, found=found, fix=fix, values=values)
+    return Check(name="RDMA", found=found, values=values)
 
 
 def check_memlock() -> Check:
     """Check the limit of locked memory, which registration with an RDMA device needs."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY
-    values = {"soft_bytes": None if unlimited else soft}
-    if unlimited:
-        return Check(name="memlock limit", status=Status.OK, found="unlimited", values=values)
+    name, (soft, _) = "memlock limit", resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Check(name=name, found="unlimited", values={"soft_bytes": None})
     if _names_in(Path("/sys/class/infiniband")):
-        return Check(
-            name="memlock limit", status=Status.FAIL, found=f"{human_bytes(soft)}, with an RDMA device",
-            fix="ulimit -l unlimited where Ray is started (container: --ulimit memlock=-1)", values=values,
-        )  # fmt: skip
-    found = f"{human_bytes(soft)} (only RDMA needs more)"
-    return Check(name="memlock limit", status=Status.OK, found=found, values=values)
+        fix = "ulimit -l unlimited where Ray is started (container: --ulimit memlock=-1)"
+        found = f"{human_bytes(soft)}, with an RDMA device"
+        return Check(name=name, status=Status.FAIL, found=found, fix=fix, values={"soft_bytes": soft})
+    return Check(name=name, found=f"{human_bytes(soft)} (only RDMA needs more)", values={"soft_bytes": soft})
 
 
 def check_files() -> Check:
     """Check how many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found, values = f"{soft} (at most {hard})", {"soft": soft, "hard": hard}
+    check = Check(name="Open files limit", found=f"{soft} (at most {hard})", values={"soft": soft, "hard": hard})
     if soft < _ENOUGH_FILES:
         fix = "ulimit -n 65536 where Ray is started: Ray and every worker's connections need them"
-        return Check(name="Open files limit", status=Status.WARN, found=found, fix=fix, values=values)
-    return Check(name="Open files limit", status=Status.OK, found=found, values=values)
+        return replace(check, status=Status.WARN, fix=fix)
+    return check
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -7,6 +7,7 @@ abort its process.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,15 +63,9 @@ def probe_lane(lane: str = "default") -> LaneReport:
         log = Path(folder, "ucx.log")
         watched = {"UCX_LOG_FILE": str(log), "UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "used"}
         with _child("source", lane) as source:
-            try:
-                description = _line(source, "source")
-                with _child("reader", lane, watched) as reader:
-                    try:
-                        answer = json.loads(_last_line(_finish(reader, "reader", description)))
-                    finally:
-                        reader.kill()
-            finally:
-                source.kill()
+            description = _line(source, "source")
+            with _child("reader", lane, watched) as reader:
+                answer = json.loads(_finish(reader, "reader", description))
         text = log.read_text(errors="replace") if log.exists() else ""
     seconds = statistics.median(answer["seconds"])
     return LaneReport(
@@ -88,10 +84,7 @@ def probe_plugins() -> dict[str, list[str]]:
         TransferTimeout: it took longer than half a minute.
     """
     with _child("plugins", "default") as child:
-        try:
-            found: dict[str, list[str]] = json.loads(_last_line(_finish(child, "plugins", "")))
-        finally:
-            child.kill()
+        found: dict[str, list[str]] = json.loads(_finish(child, "plugins", ""))
     return found
 
 
@@ -122,7 +115,7 @@ def _names(text: str) -> list[str]:
 def ucx_version(log: str) -> str:
     """Return the version that UCX logs when it starts, or "" if there is none."""
     match = re.search(r"UCX +INFO +Version ([0-9.]+)", log)
-    return match.group(1) if match else ""
+    return match[1] if match else ""
 
 
 def ucx_settings(log: str) -> dict[str, str]:
@@ -132,17 +125,23 @@ def ucx_settings(log: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def _child(mode: str, lane: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def _child(mode: str, lane: str, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Run a child in the body, and kill it at the end."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "kvstore.tools.lane_probe", mode, lane],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
-    )
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 def _line(child: subprocess.Popen[str], what: str) -> str:
@@ -159,16 +158,14 @@ def _line(child: subprocess.Popen[str], what: str) -> str:
 
 
 def _finish(child: subprocess.Popen[str], what: str, text: str) -> str:
+    """Send a child its input, wait for its end, and return its last line of JSON."""
     try:
-        return child.communicate(text, timeout=_CHILD_S)[0]
+        output = child.communicate(text, timeout=_CHILD_S)[0]
     except subprocess.TimeoutExpired as error:
         raise TransferTimeout(f"the {what} process was not through after {_CHILD_S:.0f} s") from error
-
-
-def _last_line(output: str) -> str:
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if not lines:
-        raise TransferError("the process died without an answer; the transfer engine aborted it")
+        raise TransferError("the process died without an answer; the transfer backend aborted it")
     return _checked(lines[-1])
 
 

@@ -24,20 +24,15 @@ def hardware() -> dict[str, Any]:
 
     Only cores that this process may use count. GPUs are named if it has used torch for them.
     """
+    torch = sys.modules.get("torch")
+    num_gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_initialized() else 0
     return {
         "cpu": _first_value(Path("/proc/cpuinfo"), "model name") or platform.machine(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
-        "gpus": _gpus(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(num_gpus)] if torch else [],
     }
-
-
-def _gpus() -> list[str]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def versions() -> dict[str, str]:

@@ -184,7 +184,7 @@ def fuzz(seed: int, num_frames: int, say: Callable[[str], None]) -> Outcome:
         # Peers' leases end soon enough to see that nothing is held at the end.
         shorter = {
             "node.peer_service._LEAST_MOST_TTL_S": _LEASE_S,
-            "remote.peer_read._LEAST_CALL_S": 0.1,
+            "remote.peers._LEAST_CALL_S": 0.1,
             "handoff.source_claim._LEAST_CALL_S": 0.1,
         }
         with contextlib.ExitStack() as patches:

@@ -68,8 +68,7 @@ def check_supported(model: Any) -> None:
             f"wanted a decoder-only model, got the encoder-decoder {type(model).__name__}; {SUPPORTED}"
         )
     _check_causal(config)
-    kinds = set(_rope_kinds(config))
-    if found := sorted(kind for kind in kinds if any(name in kind for name in _ROPE_OF_LENGTH)):
+    if found := sorted(kind for kind in _rope_kinds(config) if any(name in kind for name in _ROPE_OF_LENGTH)):
         raise UnsupportedModel(
             f"wanted a RoPE whose angles depend on the position alone, got rope_type {found[0]!r}: KV of a prefix "
             "then depends on how long the whole sequence is, so it cannot be shared; 'default', 'linear', 'yarn' and "
@@ -90,11 +89,7 @@ def check_supported(model: Any) -> None:
 
 
 def _check_causal(config: Any) -> None:
-    """Refuse models whose config says that a token's KV depends on later tokens.
-
-    Raises:
-        UnsupportedModel: attention goes in both directions, or drops columns depending on later tokens.
-    """
+    """Refuse models whose config says that a token's KV depends on later tokens."""
     for each in (config, config.get_text_config(decoder=True)):
         if not getattr(each, "is_causal", True):
             raise UnsupportedModel(
@@ -181,19 +176,16 @@ def new_cache(model: Any) -> DynamicCache:
 def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) -> Namespace:
     """Return the namespace of a model: its class, config with RoPE scaling, modules, weights and block shape.
 
-    A name and a revision are not enough: weights are fine-tuned, merged, quantised or made from a seed under one
-    name. Nor is a sample of the parameters: an edit of a few rows (new tokens in an embedding, one fact in one
-    matrix) can miss every sample, and then one model answers with the KV of another. So by default the digest is
-    SHA-256 over every byte of every parameter and buffer, once per object. Two models share KV only if all of it is
-    equal; the price is one pass over the weights (`weights_digest`). It may share too little: a buffer computed at
-    start-up, such as RoPE's frequencies, may differ in its last bit on different machines, which then do not share.
+    By default all bytes of all weights count (`weights_digest`). A name and a revision are not enough: weights are
+    fine-tuned, merged or quantised under one name. A sample of them could miss an edit of a few rows, and then one
+    model would answer with the KV of another. Machines may share too little: a buffer computed at start-up, such as
+    RoPE's frequencies, may differ in its last bit.
 
     Args:
         model: the model.
         shape: of its blocks.
         model_id: the user's name of exactly these weights, in every process that shares. It replaces the digests of
-            weights and sources, and the caller is responsible for both. Class, config, modules and shape count all the
-            same.
+            weights and sources, and the caller is responsible for both. All else counts as before.
         salt: keeps tenants apart.
 
     Raises:
@@ -233,11 +225,7 @@ def weights_digest(model: Any) -> str:
 
 
 def _check_no_more(model: Any) -> None:
-    """Refuse models with state besides their parameters and buffers, such as packed weights of quantised layers.
-
-    Raises:
-        UnsupportedModel: a module has such state; pass model_id.
-    """
+    """Refuse models with state besides their parameters and buffers, such as packed weights of quantised layers."""
     kinds = (torch.Tensor, torch.ScriptObject)
     tensors = {id(each) for each in chain(model.parameters(), model.buffers())}
     found = [

@@ -67,18 +67,9 @@ _NOT_OF_MODULE = _NOT_OF_CODE | {"__init__", "__setstate__", "___needs_generatio
 """`_NOT_OF_CODE`, and attributes of torch.nn.Module that torch.compile replaces to number new modules."""
 
 OF_LIBRARIES = (
-    "torch",
-    "transformers",
-    "numpy",
-    "typing",
-    "_thread",
-    "threading",
-    "logging",
-    "weakref",
-    "_contextvars",
-    "re",
+    "torch", "transformers", "numpy", "typing", "_thread", "threading", "logging", "weakref", "_contextvars", "re",
     "pybind11_builtins",
-)
+)  # fmt: skip
 """Packages of objects that code of a library holds; such objects are identified by their classes."""
 
 _NUM_READ = 1 << 16
@@ -142,8 +133,8 @@ def held_by_cells(cells: tuple[types.CellType, ...]) -> list[Any]:
 
 
 def bytes_of_array(value: Any) -> tuple[object, ...]:
-    """Return a digest, which is the same object for the same bytes."""
-    return (_interned(sha256(value.tobytes()).hexdigest()),)
+    """Return a digest, interned: states are compared by identity."""
+    return (sys.intern(sha256(value.tobytes()).hexdigest()),)
 
 
 def state_of_tensor(value: torch.Tensor) -> tuple[object, ...]:
@@ -153,17 +144,12 @@ def state_of_tensor(value: torch.Tensor) -> tuple[object, ...]:
         state = tensor_digest("", value) if value.numel() <= _NUM_READ else str(value.data_ptr())
     except (UnsupportedModel, NotImplementedError, RuntimeError):  # It may have no address, or no bytes.
         state = ""
-    return (_interned(f"{version} {value.dtype} {tuple(value.shape)} {state}"),)
+    return (sys.intern(f"{version} {value.dtype} {tuple(value.shape)} {state}"),)
 
 
 def settings_of_config(value: Any) -> tuple[object, ...]:
     """Return class and settings of a config; equal ones are the same objects."""
-    return _interned(name_of(type(value))), _interned(value.to_json_string(use_diff=False))
-
-
-def _interned(text: str) -> str:
-    """Return the same object for equal texts, as they are compared by identity."""
-    return sys.intern(text)
+    return sys.intern(name_of(type(value))), sys.intern(value.to_json_string(use_diff=False))
 
 
 def is_of_library(kind: type) -> bool:

@@ -6,9 +6,9 @@ elements of each tensor show almost every change; docs/transformers.md says whic
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -23,24 +23,37 @@ _NUM_SAMPLED = 16
 """Elements of each tensor that are compared, as torch does not count writes through `.data`."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Mark:
-    """A tensor's place, and how often it was written.
+    """A tensor's place, and how often it was written."""
 
-    Args:
-        storage: weak, so that weights can be freed; while this is held, no other storage gets its address.
-        place: address of the first element, dtype and shape.
-        version: torch's count of writes; 0 where it keeps none.
-    """
-
-    storage: StorageWeakRef | None
-    place: tuple[object, ...]
-    version: int
+    def __init__(self, tensor: torch.Tensor) -> None:
+        #: Weak, so that weights can be freed; while this is held, no other storage gets its address.
+        self._storage: StorageWeakRef | None = None
+        # Quantised and distributed tensors may have none of their own.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._state = _state(tensor)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        if self.storage is not None and self.storage.cdata != tensor.untyped_storage()._cdata:
+        if self._storage is not None and self._storage.cdata != tensor.untyped_storage()._cdata:
             return False
-        return self.place == _place(tensor) and self.version == _version(tensor)
+        return self._state == _state(tensor)
+
+
+class _Marks:
+    """The state of several tensors: a mark of each, and a few elements."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._marks, self._samples = [_Mark(each) for each in tensors], _samples(tensors)
+
+    def are_of(self, tensors: list[torch.Tensor]) -> bool:
+        if len(tensors) != len(self._marks) or not all(map(_Mark.is_of, self._marks, tensors)):
+            return False
+        samples = _samples(tensors)
+        return len(samples) == len(self._samples) and all(
+            one.device == other.device and torch.equal(one, other)
+            for one, other in zip(samples, self._samples, strict=True)
+        )
 
 
 class Marks:
@@ -54,8 +67,7 @@ class Marks:
         weights, derived, self._names = _tensors_of(model)
         self._modules = ModuleMarks(model)
         self._config = json.dumps(config_of(model), sort_keys=True)
-        self._weights, self._samples = [_mark(each) for each in weights], _samples(weights)
-        self._derived, self._derived_samples = [_mark(each) for each in derived], _samples(derived)
+        self._weights, self._derived = _Marks(weights), _Marks(derived)
         self._derived_digests = [(tuple(each.shape), _digest(each)) for each in derived]
 
     def check(self, model: Any) -> None:
@@ -72,15 +84,15 @@ class Marks:
             self._refuse("weights")
         if not self._modules.are_of(model):
             self._refuse("modules")
-        if not (_are(self._weights, weights) and _are_equal(self._samples, _samples(weights))):
+        if not self._weights.are_of(weights):
             self._refuse("weights")
-        if not (_are(self._derived, derived) and _are_equal(self._derived_samples, _samples(derived))):
+        if not self._derived.are_of(derived):
             if len(derived) != len(self._derived_digests) or not all(
                 _begins_with(each, *known) for each, known in zip(derived, self._derived_digests, strict=True)
             ):
                 self._refuse("buffers")
             # Only the marks are replaced; the digests stay those of when the namespace was made.
-            self._derived, self._derived_samples = [_mark(each) for each in derived], _samples(derived)
+            self._derived = _Marks(derived)
         if self._config != json.dumps(config_of(model), sort_keys=True):
             self._refuse("config")
 
@@ -92,10 +104,9 @@ class Marks:
 
 
 def _tensors_of(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[str, int]]]:
-    """Return parameters with saved buffers, derived buffers, and for each name the number of its tensor.
+    """Return parameters with saved buffers, derived buffers, and all names with their tensors' numbers.
 
-    Each tensor is listed once. Each of its names has its number, so that it is seen when a layer is tied to another one
-    than before.
+    Each tensor is listed once; the numbers show a layer that is tied to another one than before.
     """
     weights, derived = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     numbers, names = dict[int, int](), list[tuple[str, int]]()
@@ -109,24 +120,9 @@ def _tensors_of(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], lis
     return list(weights.values()), list(derived.values()), names
 
 
-def _mark(tensor: torch.Tensor) -> _Mark:
-    try:
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    except (NotImplementedError, RuntimeError):  # Quantised and distributed tensors may have none of their own.
-        storage = None
-    return _Mark(storage, _place(tensor), _version(tensor))
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _are(marks: list[_Mark], tensors: list[torch.Tensor]) -> bool:
-    return len(marks) == len(tensors) and all(mark.is_of(tensor) for mark, tensor in zip(marks, tensors, strict=True))
+def _state(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return the address of the first element, dtype, shape, and torch's count of writes; 0 where it keeps none."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, 0 if tensor.is_inference() else tensor._version
 
 
 def _samples(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -145,12 +141,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor.as_strided((num,), (step,), tensor.storage_offset())
     return tensor[torch.unravel_index(step * torch.arange(num, device=tensor.device), tensor.shape)]
-
-
-def _are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(some) == len(others) and all(
-        one.device == other.device and torch.equal(one, other) for one, other in zip(some, others, strict=True)
-    )
 
 
 def _begins_with(tensor: torch.Tensor, shape: tuple[int, ...], digest: bytes) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from types import FunctionType
@@ -40,7 +39,8 @@ def modules_digest(model: Any) -> str:
 
     Unclear values count by their class alone; `sources_of` refuses them.
     """
-    return digest_of(_tree(model, Reader(_covered_by(model), _by_class)))
+    reader = Reader(_covered_by(model), lambda value, *_: ["unclear", name_of(type(value))])
+    return digest_of(_tree(model, reader))
 
 
 def sources_of(model: Any) -> dict[str, Any]:
@@ -60,16 +60,13 @@ def sources_of(model: Any) -> dict[str, Any]:
         tree = _tree(model, reader)
         return {"settings": digest_of(tree), "code": _code_of(model, reader, needs_source=True)}
     except UnclearError as error:
+        where, what = error.args
         raise UnsupportedModel(
-            f"wanted plain values and code that can be told from others, got {error.where}: {error.what}. Plain are "
+            f"wanted plain values and code that can be told from others, got {where}: {what}. Plain are "
             "numbers, texts, None, enums, arrays, tensors, and tuples, lists, dicts and sets of them; an object of "
             "another kind, or a variable that is set later, could hold anything. Make it one of these, or pass "
             "model_id= with a name that only this model has, code and weights"
         ) from error
-
-
-def _by_class(value: object, _: str, __: str) -> Any:
-    return ["unclear", name_of(type(value))]
 
 
 def _by_identity(value: object, where: str, _: str) -> Any:
@@ -87,7 +84,7 @@ def _covered_by(model: Any) -> dict[int, str]:
 
 def configs_of(model: Any) -> Iterator[PreTrainedConfig]:
     """Yield the configs of a model's modules, under any name, once for each place that has them."""
-    for module in each_module(model):
+    for _, module in model.named_modules(remove_duplicate=False):
         for each in (getattr(module, "config", None), *vars(module).values()):
             if isinstance(each, PreTrainedConfig):
                 yield each
@@ -106,16 +103,12 @@ def _tree(model: Any, reader: Reader) -> list[Any]:
         (
             name,
             name_of(type(module)),
-            _code_of_graph(module),
+            # All modules that torch.fx wrote have the same class name.
+            module.code if isinstance(module, torch.fx.GraphModule) else "",
             [(key, reader.read(value, f"{name}.{key}" if name else key)) for key, value in _settings_of(module)],
         )
         for name, module in model.named_modules(remove_duplicate=False)
     ]
-
-
-def _code_of_graph(module: torch.nn.Module) -> str:
-    """Return the code of a module that torch.fx wrote, as all such modules have the same class name."""
-    return module.code if isinstance(module, torch.fx.GraphModule) else ""
 
 
 def _settings_of(module: torch.nn.Module) -> list[tuple[str, object]]:
@@ -172,34 +165,23 @@ def _own_functions(kind: type) -> Iterator[FunctionType]:
             yield given
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
-    """The state of a module when it was marked.
+    """The state of a module when it was marked; no other module is taken for it while this is held."""
 
-    Args:
-        module: weak, so that it can be freed; while this is held, no other module is taken for it.
-        kind: its class.
-        children: names of the modules in it.
-        num_attributes: of all kinds.
-        names: of its settings.
-        values: of these settings.
-    """
-
-    module: weakref.ref[torch.nn.Module]
-    kind: type
-    children: tuple[str, ...]
-    num_attributes: int
-    names: tuple[str, ...]
-    values: tuple[object, ...]
+    def __init__(self, module: torch.nn.Module) -> None:
+        settings = _settings_of(module)
+        self._module, self._kind = weakref.ref(module), type(module)
+        self._children, self._num_attributes = tuple(module._modules), len(vars(module))
+        self._names, self._values = [name for name, _ in settings], [value for _, value in settings]
 
     def is_of(self, module: torch.nn.Module) -> bool:
         held = vars(module)
         return (
-            self.module() is module
-            and type(module) is self.kind
-            and len(held) == self.num_attributes
-            and tuple(module._modules) == self.children
-            and all(map(is_, map(held.get, self.names), self.values))
+            self._module() is module
+            and type(module) is self._kind
+            and len(held) == self._num_attributes
+            and tuple(module._modules) == self._children
+            and all(map(is_, map(held.get, self._names), self._values))
         )
 
 
@@ -218,12 +200,12 @@ class ModuleMarks:
         reader = Reader(_covered_by(model), _by_identity)
         code = _code_of(model, reader, needs_source=False)
         digest = digest_of([_tree(model, reader), code])
-        return reader, digest, [_mark_of(module) for module in each_module(model)]
+        return reader, digest, [_Mark(module) for _, module in model.named_modules(remove_duplicate=False)]
 
     def are_of(self, model: Any) -> bool:
         """Whether all modules are the same objects, or others with the same code and values."""
         reader, digest, marks = self._seen
-        modules = list(each_module(model))
+        modules = [module for _, module in model.named_modules(remove_duplicate=False)]
         if (
             len(modules) == len(marks)
             and all(mark.is_of(module) for mark, module in zip(marks, modules, strict=True))
@@ -236,23 +218,3 @@ class ModuleMarks:
             return False
         self._seen = now  # One assignment, and only if nothing changed: other threads compare with it meanwhile.
         return True
-
-
-def _mark_of(module: torch.nn.Module) -> _Mark:
-    settings = _settings_of(module)
-    return _Mark(
-        module=weakref.ref(module),
-        kind=type(module),
-        children=tuple(module._modules),
-        num_attributes=len(vars(module)),
-        names=tuple(name for name, _ in settings),
-        values=tuple(value for _, value in settings),
-    )
-
-
-def each_module(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a module and all modules in it, once for each of their names."""
-    yield module
-    for child in module._modules.values():
-        if child is not None:
-            yield from each_module(child)

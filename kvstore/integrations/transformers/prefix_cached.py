@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import check_count, check_seconds
 from kvstore.config import parse_bytes
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
-from kvstore.integrations.transformers.first_token import AfterFirstToken, Once
+from kvstore.integrations.transformers.first_token import AfterFirstToken
 from kvstore.integrations.transformers.identity import (
     check_mode,
     check_supported,
@@ -31,7 +31,7 @@ from kvstore.integrations.transformers.link import StoreLike, StoreLink
 from kvstore.integrations.transformers.marks import Marks
 from kvstore.integrations.transformers.probe import can_pad
 from kvstore.integrations.transformers.prompts import Prompts, read_prompts
-from kvstore.integrations.transformers.staging import Staging, rows_into, rows_out_of
+from kvstore.integrations.transformers.staging import CacheRow, Staging
 from kvstore.integrations.transformers.stats import PrefixCacheStats
 from kvstore.integrations.transformers.witness import Witness
 
@@ -170,8 +170,8 @@ class PrefixCachedModel:
         first = [tokens // self.space.shape.block_size for tokens in num_loaded]
         sees_answer = self._save_generated and prompts.follows_rows
         witness = Witness(self.model, cache, prompts, width, sees_answer=sees_answer)
-        save = Once(lambda: self._save(prompts, rows, cache, first, witness.num_right()))
-        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), AfterFirstToken(save)])
+        saving = AfterFirstToken(lambda: self._save(prompts, rows, cache, first, witness.num_right()))
+        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), saving])
         try:
             with witness:
                 output = self.model.generate(
@@ -183,10 +183,17 @@ class PrefixCachedModel:
                 )
         finally:
             witness.close()  # Once more: an interrupt may come before the context has begun.
-        save()
+        saving.call()
         if sees_answer:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            self._save_answers(prompts, rows, cache, sequences, witness.num_right_of(sequences))
+            # The last token was chosen, but its KV was never computed.
+            num_columns = min(cache.get_seq_length(), sequences.shape[1] - 1)
+            answered = [
+                self.space.block_hashes(sequences[row, padding:num_columns].cpu())
+                for row, padding in enumerate(prompts.num_padding)
+            ]
+            num_prompt_blocks = [len(hashes) for hashes in rows]
+            self._save(prompts, answered, cache, num_prompt_blocks, witness.num_right_of(sequences))
         return output
 
     def close(self) -> None:
@@ -197,9 +204,7 @@ class PrefixCachedModel:
         self._check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Loading and saving; the buffer's lock is held.
@@ -225,8 +230,8 @@ class PrefixCachedModel:
             for pair in planes:
                 for plane in pair:
                     plane[row, :, :padding] = 0  # Masked, but 0 times old memory content could be NaN.
-            write = rows_into(planes, row, padding, size)
-            loaded = staging.load(hashes[:num_blocks], write, self._load_timeout_s)
+            into = CacheRow(planes, row, padding, size)
+            loaded = staging.load(hashes[:num_blocks], into.write, self._load_timeout_s)
             width = min(width, padding + loaded * size)
         return planes, width
 
@@ -239,13 +244,12 @@ class PrefixCachedModel:
             hashes[: max(0, num_right - padding) // size]
             for hashes, padding in zip(rows, prompts.num_padding, strict=True)
         ]
-        why = "decoding filled the cache with something else"
+        why, planes = "decoding filled the cache with something else", list[tuple[torch.Tensor, torch.Tensor]]()
         try:
             self._check_model()  # Since the call began; what was computed may be of both models.
             if any(known):
-                self._check_planes(
-                    [(layer.keys, layer.values) for layer in cache.layers], len(rows) * prompts.num_copies
-                )
+                planes = [(layer.keys, layer.values) for layer in cache.layers]
+                self._check_planes(planes, len(rows) * prompts.num_copies)
         except (InvalidRequest, UnsupportedModel, LayoutMismatch) as error:
             why, known = str(error), [hashes[:0] for hashes in rows]
         num_unsure = sum(
@@ -257,13 +261,14 @@ class PrefixCachedModel:
         if not any(known):
             return
         began_s = time.perf_counter()
-        written, refused = self.link.use(lambda staging: self._save_rows(staging, prompts, known, cache, first), (0, 0))
+        written, refused = self.link.use(
+            lambda staging: self._save_rows(staging, prompts, known, planes, first), (0, 0)
+        )
         self._count(num_saved_blocks=written, num_refused_blocks=refused, save_s=time.perf_counter() - began_s)
 
     def _save_rows(
-        self, staging: Staging, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, first: list[int]
+        self, staging: Staging, prompts: Prompts, rows: list[BlockHashes], planes: Planes, first: list[int]
     ) -> tuple[int, int]:
-        planes: Planes = [(layer.keys, layer.values) for layer in cache.layers]
         seen: set[bytes] = set()
         num_written = num_refused = 0
         for row, (hashes, begin) in enumerate(zip(rows, first, strict=True)):
@@ -271,27 +276,12 @@ class PrefixCachedModel:
                 begin += 1  # Another row of this batch has saved it.
             if begin >= len(hashes):
                 continue
-            read = rows_out_of(planes, row * prompts.num_copies, prompts.num_padding[row], self.space.shape.block_size)
-            written, refused = staging.save(hashes, begin, read)
+            at = row * prompts.num_copies
+            out_of = CacheRow(planes, at, prompts.num_padding[row], self.space.shape.block_size)
+            written, refused = staging.save(hashes, begin, out_of.read)
             num_written, num_refused = num_written + written, num_refused + refused
             seen.update(hashes)
         return num_written, num_refused
-
-    def _save_answers(
-        self,
-        prompts: Prompts,
-        rows: list[BlockHashes],
-        cache: DynamicCache,
-        sequences: torch.Tensor,
-        num_right: int,
-    ) -> None:
-        # The last token was chosen, but its KV was never computed.
-        num_columns = min(cache.get_seq_length(), sequences.shape[1] - 1)
-        answered = [
-            self.space.block_hashes(sequences[row, padding:num_columns].cpu())
-            for row, padding in enumerate(prompts.num_padding)
-        ]
-        self._save(prompts, answered, cache, [len(hashes) for hashes in rows], num_right)
 
     def _check_planes(self, planes: Planes, num_rows: int) -> None:
         """Refuse KV that differs in shape or dtype from the wrapped model's: a copy would convert it."""
@@ -318,10 +308,8 @@ class PrefixCachedModel:
         """Return a K and a V tensor [num_rows, H, width, D] of each layer, on the model's device, not written."""
         shape = self.space.shape
         dims, dtype = (num_rows, shape.num_kv_heads, width, shape.head_dim), getattr(torch, shape.dtype)
-        return [
-            (torch.empty(dims, dtype=dtype, device=self._device), torch.empty(dims, dtype=dtype, device=self._device))
-            for _ in range(shape.num_layers)
-        ]
+        empty = partial(torch.empty, dims, dtype=dtype, device=self._device)
+        return [(empty(), empty()) for _ in range(shape.num_layers)]
 
     def _count(self, **more: float) -> None:
         with self._stats_lock:

@@ -51,11 +51,12 @@ def can_pad(model: Any, device: torch.device) -> bool:
     first, fresh = tokens[:_NUM_FIRST], tokens[_NUM_FIRST : _NUM_FIRST + _NUM_FRESH]
     long = torch.tensor([[*first, *special, *fresh]], device=model.device)
     short = long[:, :-_NUM_FRESH]
+    has_experts = any("expert" in name.lower() or "moe" in name.lower() for name, _ in model.named_modules())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         # KV in a cache was computed before the rest of the prompt was known. So the prefix is run alone, and the rest
         # behind its KV. Columns cut out of a run of the whole prompt would have seen the rest.
         whole, alone = _run(model, long, torch.ones_like(long)), _run(model, short, torch.ones_like(short))
-        if whole is not None and alone is not None and not _is_prefix(alone, whole, has_experts=_has_experts(model)):
+        if whole is not None and alone is not None and not _is_prefix(alone, whole, has_experts=has_experts):
             raise UnsupportedModel(
                 f"wanted KV that depends on the tokens before it alone, but in {type(model).__name__} the KV of a "
                 "prefix changes with the tokens behind it (as with attention in both directions, or where the length "
@@ -108,11 +109,7 @@ def _tokens_of(model: Any) -> tuple[list[int], list[int]]:
 def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None = None) -> _Run | None:
     """Compute prompts as `generate` does; None if the model computed something else.
 
-    Args:
-        model: the model that runs.
-        rows: of tokens.
-        mask: of padding.
-        filled: an earlier run; all but the last few columns are taken from its cache.
+    With an earlier run, `filled`, all but the last few columns are taken from its cache.
     """
     cache, num_filled = new_cache(model), 0
     if filled is not None:
@@ -128,15 +125,10 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
     bare.generation_config = GenerationConfig(
         max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1, pad_token_id=0
     )
+    settings = {"attention_mask": mask.clone(), "return_dict_in_generate": True, "output_logits": True}
     try:
         with Witness(bare, cache, prompts, num_filled, sees_answer=False) as witness:
-            output = bare.generate(
-                rows.clone(),
-                attention_mask=mask.clone(),
-                past_key_values=cache,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
+            output = bare.generate(rows.clone(), past_key_values=cache, **settings)
     except InvalidRequest:  # Raised by the witness.
         return None
     except (TypeError, ValueError, IndexError, AttributeError) as error:
@@ -147,11 +139,6 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
         return None
     planes = [plane.double() for layer in cache.layers for plane in (layer.keys, layer.values)]
     return _Run(planes, output.logits[0].double(), cache)
-
-
-def _has_experts(model: Any) -> bool:
-    """Whether a router may send a token to another expert because of rounding."""
-    return any("expert" in name.lower() or "moe" in name.lower() for name, _ in model.named_modules())
 
 
 def _is_prefix(alone: _Run, whole: _Run, *, has_experts: bool) -> bool:

@@ -102,9 +102,8 @@ def read_prompts(
             f"use_cache={setting('use_cache')!r}; leave both out: static, offloaded and quantised caches have no "
             "blocks to store yet"
         )
-    if found := [name for name in _OTHER_LOOPS if setting(name)] or (
-        ["num_beam_groups"] if (setting("num_beam_groups") or 1) > 1 else []
-    ):
+    found = [name for name in _OTHER_LOOPS if setting(name)]
+    if found := found or (["num_beam_groups"] if (setting("num_beam_groups") or 1) > 1 else []):
         raise InvalidRequest(
             f"{found[0]}: wanted greedy or beam search or sampling, got a setting with which generate runs another "
             f"decoding loop, which may use the cache in another way; leave {found[0]} out (also of the "
@@ -112,11 +111,13 @@ def read_prompts(
         )
     if setting("cache_implementation") is not None:
         options["cache_implementation"] = None  # The default, but `generate` allows no name of it beside a cache.
-    mask = options.pop("attention_mask", None)
-    is_inferred = mask is None
+    mask, pad_id = options.pop("attention_mask", None), None
     if mask is None:
-        mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id"))
-    padding = _padding(mask, input_ids, pad_id=setting("pad_token_id") if is_inferred else None)
+        pad_id, eos = setting("pad_token_id"), setting("eos_token_id")
+        # As `generate` infers it: padding is masked unless the pad token also ends sequences.
+        ends = pad_id is None or pad_id in (eos if isinstance(eos, list | tuple) else [eos])
+        mask = torch.ones_like(input_ids) if ends else input_ids.ne(pad_id).to(input_ids.dtype)
+    padding = _padding(mask, input_ids, pad_id)
     if any(padding) and not (can_pad and "position_ids" in inspect.signature(model.forward).parameters):
         raise InvalidRequest(
             f"wanted prompts of one length: {type(model).__name__} takes no position_ids, or makes nothing of them, so "
@@ -157,21 +158,8 @@ def _check_options(options: dict[str, Any]) -> None:
             raise InvalidRequest(f"{name}: wanted input_ids, attention_mask and settings of generate alone; {why}")
 
 
-def _inferred_mask(input_ids: torch.Tensor, pad_id: Any, eos_ids: Any) -> torch.Tensor:
-    """Return the mask that `generate` would infer: padding is masked unless the pad token also ends sequences."""
-    eos = eos_ids if isinstance(eos_ids, list | tuple) else [eos_ids]
-    if pad_id is None or pad_id in eos:
-        return torch.ones_like(input_ids)
-    return input_ids.ne(pad_id).to(input_ids.dtype)
-
-
-def _padding(mask: torch.Tensor, input_ids: torch.Tensor, *, pad_id: Any = None) -> tuple[int, ...]:
-    """Return how many columns of padding each row has.
-
-    Args:
-        mask: of padding.
-        input_ids: the rows.
-        pad_id: the token that the mask was inferred from; None where the caller passed a mask.
+def _padding(mask: torch.Tensor, input_ids: torch.Tensor, pad_id: Any) -> tuple[int, ...]:
+    """Return how many columns of padding each row has; `pad_id` is the token that the mask was inferred from, if any.
 
     Raises:
         InvalidRequest: the mask has another shape, other numbers than 0 and 1, or zeros behind a token.

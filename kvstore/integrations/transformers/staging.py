@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -64,13 +65,11 @@ class Staging:
         Raises:
             KVStoreError: the store cannot be used; blocks written before are right.
         """
-        starts = range(0, len(hashes), self._num_blocks)
-        following = self._load_job(hashes, 0, timeout_s) if starts else None
-        for start in starts:
-            running, following = following, None
-            assert running is not None
-            if start + self._num_blocks < len(hashes):
-                following = self._load_job(hashes, start + self._num_blocks, timeout_s)
+        following: Job[Any] | None = None
+        for start in range(0, len(hashes), self._num_blocks):
+            running = self._load_job(hashes, start, timeout_s) if following is None else following
+            is_last = start + self._num_blocks >= len(hashes)
+            following = None if is_last else self._load_job(hashes, start + self._num_blocks, timeout_s)
             result: LoadResult = self._wait(running)
             if any(failure.reason is MissReason.STORE_LOST for failure in result.failed):
                 raise StoreUnavailable(f"wanted the node's store, it is lost: {result.failed[0].detail}")
@@ -133,39 +132,37 @@ class Staging:
             raise
 
 
-def rows_into(planes: Sequence[tuple[torch.Tensor, torch.Tensor]], row: int, offset: int, block_size: int) -> Write:
-    """Return a function that writes blocks into a row of per-layer (K, V), [rows, heads, tokens, head_dim].
+@dataclass(frozen=True, slots=True)
+class CacheRow:
+    """A row of per-layer (K, V), as blocks.
 
     Args:
-        planes: (K, V) of each layer; written.
+        planes: (K, V) of each layer, [rows, heads, tokens, head_dim].
         row: index of the row.
         offset: column of the row's first token.
         block_size: tokens of a block.
     """
 
-    def write(first: int, blocks: torch.Tensor) -> None:
-        for layer, pair in enumerate(planes):
-            for plane, target in enumerate(pair):
-                _block_view(target, row, offset, first, len(blocks), block_size).copy_(blocks[:, :, layer, plane])
+    planes: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    row: int
+    offset: int
+    block_size: int
 
-    return write
+    def write(self, first: int, blocks: torch.Tensor) -> None:
+        """Write blocks into the row, from its block `first` on."""
+        for view, piece in self._pairs(first, blocks):
+            view.copy_(piece)
 
+    def read(self, first: int, blocks: torch.Tensor) -> None:
+        """Fill blocks from the row, from its block `first` on."""
+        for view, piece in self._pairs(first, blocks):
+            piece.copy_(view)
 
-def rows_out_of(planes: Sequence[tuple[torch.Tensor, torch.Tensor]], row: int, offset: int, block_size: int) -> Write:
-    """Return a function that fills blocks from a row of per-layer (K, V); arguments as for `rows_into`."""
-
-    def read(first: int, blocks: torch.Tensor) -> None:
-        for layer, pair in enumerate(planes):
-            for plane, source in enumerate(pair):
-                blocks[:, :, layer, plane].copy_(_block_view(source, row, offset, first, len(blocks), block_size))
-
-    return read
-
-
-def _block_view(
-    plane: torch.Tensor, row: int, offset: int, first: int, num_blocks: int, block_size: int
-) -> torch.Tensor:
-    """Return blocks of a row as [block, head, token, head_dim], without a copy."""
-    begin = offset + first * block_size
-    tokens = plane[row, :, begin : begin + num_blocks * block_size]
-    return tokens.view(len(tokens), num_blocks, block_size, -1).transpose(0, 1)
+    def _pairs(self, first: int, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each plane's blocks in the row and in `blocks`: [block, head, token, head_dim], without a copy."""
+        begin, num_blocks = self.offset + first * self.block_size, len(blocks)
+        for layer, pair in enumerate(self.planes):
+            for plane, cache in enumerate(pair):
+                tokens = cache[self.row, :, begin : begin + num_blocks * self.block_size]
+                view = tokens.view(len(tokens), num_blocks, self.block_size, -1).transpose(0, 1)
+                yield view, blocks[:, :, layer, plane]

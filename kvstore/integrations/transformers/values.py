@@ -20,35 +20,7 @@ import numpy
 import torch
 from transformers import PreTrainedConfig
 
-from kvstore.integrations.transformers.kinds import (
-    AS_JSON,
-    BY_REPR,
-    CAN_CHANGE,
-    EMPTY,
-    IN_C,
-    KNOWN_VALUES,
-    MAPPINGS,
-    NAMED_BY_TORCH,
-    NUMBERS,
-    OF_FUNCTION,
-    OF_LIBRARIES,
-    SEQUENCES,
-    SETS,
-    WRAPPERS,
-    are_same,
-    attributes_of,
-    bytes_of_array,
-    held_by_cells,
-    held_by_class,
-    held_by_object,
-    is_known,
-    is_of_library,
-    is_of_python,
-    name_of,
-    pairs_of,
-    settings_of_config,
-    state_of_tensor,
-)
+from kvstore.integrations.transformers import kinds
 from kvstore.integrations.transformers.tensors import tensor_digest
 
 
@@ -59,10 +31,6 @@ class UnclearError(Exception):
         where: name of the value's holder.
         what: description of the value.
     """
-
-    def __init__(self, where: str, what: str) -> None:
-        super().__init__(where, what)
-        self.where, self.what = where, what
 
 
 def digest_of(described: Any) -> str:
@@ -95,8 +63,8 @@ class Reader:
 
     def are_same(self) -> bool:
         """Whether all values that were read are still the same objects."""
-        return all(map(is_, chain.from_iterable(map(OF_FUNCTION, self._functions)), self._held)) and all(
-            are_same(parts(owner), held) for parts, owner, held in self._parts
+        return all(map(is_, chain.from_iterable(map(kinds.OF_FUNCTION, self._functions)), self._held)) and all(
+            kinds.are_same(parts(owner), held) for parts, owner, held in self._parts
         )
 
     def read(self, value: Any, where: str, *, of_library: bool = False) -> Any:
@@ -110,7 +78,7 @@ class Reader:
         Raises:
             UnclearError: the value is unclear, and unclear values are refused.
         """
-        if type(value) in AS_JSON:
+        if type(value) in kinds.AS_JSON:
             return value
         if id(value) in self._open:
             return ["itself", self._open[id(value)]]
@@ -134,15 +102,15 @@ class Reader:
         Raises:
             UnclearError: an attribute is unclear, and unclear values are refused.
         """
-        self._mark(held_by_class, kind)
-        is_library = is_known(kind.__module__)
+        self._mark(kinds.held_by_class, kind)
+        is_library = kinds.is_known(kind.__module__)
         meta = type(kind)
         return [
-            name_of(kind),
-            [] if is_known(meta.__module__, KNOWN_VALUES) else self.read(meta, f"the class of {where}"),
+            kinds.name_of(kind),
+            [] if kinds.is_known(meta.__module__, kinds.KNOWN_VALUES) else self.read(meta, f"the class of {where}"),
             [
                 (name, self.read(value, f"{where}.{name}", of_library=is_library))
-                for name, value in sorted(attributes_of(kind), key=lambda pair: pair[0])
+                for name, value in sorted(kinds.attributes_of(kind), key=lambda pair: pair[0])
             ],
         ]
 
@@ -154,95 +122,95 @@ class Reader:
         if id(value) in self._covered:
             return ["of the model", self._covered[id(value)]]
         if isinstance(value, Enum):
-            if is_of_library(kind):
-                return ["member", name_of(kind), value.name]
+            if kinds.is_of_library(kind):
+                return ["member", kinds.name_of(kind), value.name]
             methods = [
-                (name, self.read(each, f"{name_of(kind)}.{name}"))
+                (name, self.read(each, f"{kinds.name_of(kind)}.{name}"))
                 for name, each in sorted(vars(kind).items())
-                if isinstance(each, types.FunctionType) or type(each) in WRAPPERS
+                if isinstance(each, types.FunctionType) or type(each) in kinds.WRAPPERS
             ]
-            return ["member", name_of(kind), value.name, self.read(value.value, f"{where}.value"), methods]
-        if kind in BY_REPR:
-            return [name_of(kind), repr(value)]
+            return ["member", kinds.name_of(kind), value.name, self.read(value.value, f"{where}.value"), methods]
+        if kind in kinds.BY_REPR:
+            return [kinds.name_of(kind), repr(value)]
         if isinstance(value, PreTrainedConfig):
-            self._mark(settings_of_config, value)
-            return ["config", *settings_of_config(value)]
-        if kind in SEQUENCES:
+            self._mark(kinds.settings_of_config, value)
+            return ["config", *kinds.settings_of_config(value)]
+        if kind in kinds.SEQUENCES:
             if kind is list:
                 self._mark(tuple, value)
             found = [self.read(each, f"{where}[{at}]", of_library=of_library) for at, each in enumerate(value)]
-            return [name_of(kind), found]
-        if kind in SETS:
+            return [kinds.name_of(kind), found]
+        if kind in kinds.SETS:
             if kind is set:
                 self._mark(tuple, value)
             # The order of a set of texts differs from process to process.
-            return [name_of(kind), sorted(json.dumps(self.read(each, where, of_library=of_library)) for each in value)]
-        if kind in MAPPINGS:
-            self._mark(pairs_of, value)
-            return [name_of(kind), [
+            return [
+                kinds.name_of(kind),
+                sorted(json.dumps(self.read(each, where, of_library=of_library)) for each in value),
+            ]
+        if kind in kinds.MAPPINGS:
+            self._mark(kinds.pairs_of, value)
+            return [kinds.name_of(kind), [
                 [self.read(key, f"a key of {where}", of_library=of_library),
                  self.read(each, f"{where}[{key!s:.40}]", of_library=of_library)]
                 for key, each in value.items()
             ]]  # fmt: skip
         if isinstance(value, types.FunctionType):
             return self._function(value, where)
-        if kind in WRAPPERS:
-            names = WRAPPERS[kind]
-            if kind in CAN_CHANGE:
-                self._mark(held_by_object, value)
-            return [name_of(kind), [
+        if kind in kinds.WRAPPERS:
+            names = kinds.WRAPPERS[kind]
+            if kind in kinds.CAN_CHANGE:
+                self._mark(kinds.held_by_object, value)
+            return [kinds.name_of(kind), [
                 self.read(getattr(value, name), f"{where} ({name})", of_library=of_library) for name in names
             ]]  # fmt: skip
         if isinstance(value, type):
-            return self._class(value, where)
-        if isinstance(value, types.ModuleType) and is_known(value.__name__, KNOWN_VALUES):
+            if kinds.is_of_library(value):
+                return ["class", kinds.name_of(value)]
+            return ["class", self.read_class(value, where), [self.read(each, where) for each in value.__mro__[1:]]]
+        if isinstance(value, types.ModuleType) and kinds.is_known(value.__name__, kinds.KNOWN_VALUES):
             return ["module", value.__name__]
         if (found := self._array(value, kind, where)) is not None:
             return found
-        if kind in IN_C:
+        if kind in kinds.IN_C:
             return self._in_c(value, where, of_library)
         if isinstance(value, numpy.ufunc) and getattr(numpy, name := str(value.__name__), None) is value:
             return ["numpy", name]
-        if kind is logging.Logger or (kind in NAMED_BY_TORCH and str(value).startswith("aten.")):
-            return [name_of(kind), "" if kind is logging.Logger else str(value)]  # Loggers change no KV.
-        if is_known(kind.__module__) and is_of_library(kind) and is_of_python(kind):
+        if kind is logging.Logger or (kind in kinds.NAMED_BY_TORCH and str(value).startswith("aten.")):
+            return [kinds.name_of(kind), "" if kind is logging.Logger else str(value)]  # Loggers change no KV.
+        if kinds.is_known(kind.__module__) and kinds.is_of_library(kind) and kinds.is_of_python(kind):
             return self._object(value, where)
         if kind is weakref.ref:
             return ["weak", self.read(value(), where, of_library=of_library)]
-        if of_library and is_known(kind.__module__, OF_LIBRARIES) and not isinstance(value, torch.Tensor):
-            return ["object", name_of(kind)]
+        if of_library and kinds.is_known(kind.__module__, kinds.OF_LIBRARIES) and not isinstance(value, torch.Tensor):
+            return ["object", kinds.name_of(kind)]
         return self._unclear(value, where, _kind(value))
 
     def _array(self, value: Any, kind: type, where: str) -> Any:
         """Return the description of a NumPy value or a tensor; None for anything else."""
         if isinstance(value, numpy.generic | numpy.ndarray | numpy.dtype):
             dtype = value if isinstance(value, numpy.dtype) else value.dtype
-            is_plain = kind.__module__.split(".")[0] == "numpy" and dtype.kind in NUMBERS
+            is_plain = kind.__module__.split(".")[0] == "numpy" and dtype.kind in kinds.NUMBERS
             is_derived = isinstance(value, numpy.ndarray) and kind is not numpy.ndarray
             if not is_plain or is_derived or dtype.char in "gG":
                 return self._unclear(value, where, f"{_kind(value)} of {dtype}")
             if isinstance(value, numpy.dtype):
                 return ["dtype", dtype.str]
             if isinstance(value, numpy.ndarray):
-                self._mark(bytes_of_array, value)
-            return [name_of(kind), dtype.str, list(value.shape), sha256(value.tobytes()).hexdigest()]
+                self._mark(kinds.bytes_of_array, value)
+            return [kinds.name_of(kind), dtype.str, list(value.shape), sha256(value.tobytes()).hexdigest()]
         if isinstance(value, torch.Tensor):
             if self._unclear is refuse:
                 return ["tensor", tensor_digest(where, value)]
             # Not by content: packed weights of a model with a model_id may be of any size.
-            self._mark(state_of_tensor, value)
+            self._mark(kinds.state_of_tensor, value)
             return self._unclear(value, where, _kind(value))
         return None
 
-    def _class(self, kind: type, where: str) -> Any:
-        if is_of_library(kind):
-            return ["class", name_of(kind)]
-        return ["class", self.read_class(kind, where), [self.read(each, where) for each in kind.__mro__[1:]]]
-
     def _object(self, value: Any, where: str) -> Any:
         """Return the description of a library's object: its class, and all that it holds."""
-        self._mark(held_by_object, value)
-        return [name_of(type(value)), [
+        self._mark(kinds.held_by_object, value)
+        return [kinds.name_of(type(value)), [
             (name, self.read(each, f"{where}.{name}", of_library=True))
             for name, each in sorted(vars(value).items())
             if not name.startswith("prev")  # torch's contexts keep the previous state there.
@@ -260,17 +228,17 @@ class Reader:
         module = (
             getattr(value, "__module__", None) or getattr(whose, "__module__", None) or getattr(whose, "__name__", "")
         )
-        if not is_known(module, KNOWN_VALUES):
+        if not kinds.is_known(module, kinds.KNOWN_VALUES):
             return self._unclear(value, where, f"a function of {module} that is not of Python")
-        return [name_of(type(value)), str(module), value.__qualname__, getattr(whose, "__qualname__", ""), bound]
+        return [kinds.name_of(type(value)), str(module), value.__qualname__, getattr(whose, "__qualname__", ""), bound]
 
     def _function(self, function: types.FunctionType, where: str) -> Any:
         """Return the description of a function: its code, its defaults, and variables of the function around it."""
         self._functions.append(function)
-        self._held += OF_FUNCTION(function)
+        self._held += kinds.OF_FUNCTION(function)
         code, module = function.__code__, function.__globals__.get("__name__")
         # Not by __module__, which a decorator copies from the function that it wraps.
-        is_library = is_known(module)
+        is_library = kinds.is_known(module)
         if is_library and code.co_filename == function.__globals__.get("__file__"):
             # Several lambdas, or functions within others, may have the same name.
             body = [module, code.co_qualname, code.co_firstlineno if "<" in code.co_qualname else 0]
@@ -280,10 +248,10 @@ class Reader:
         held = [self.read(each, f"a default of {where}", of_library=is_library) if each else [] for each in defaults]
         cells = function.__closure__ or ()
         if cells:
-            self._mark(held_by_cells, cells)
-        for variable, value in zip(code.co_freevars, held_by_cells(cells), strict=True):
+            self._mark(kinds.held_by_cells, cells)
+        for variable, value in zip(code.co_freevars, kinds.held_by_cells(cells), strict=True):
             within = f"{variable} around {where}"
-            if value is EMPTY:
+            if value is kinds.EMPTY:
                 held.append(self._unclear(function, within, "a variable that is set later"))
             else:
                 held.append([variable, self.read(value, within, of_library=is_library)])
@@ -302,4 +270,4 @@ class Reader:
 
 
 def _kind(value: object) -> str:
-    return f"an object of {name_of(type(value))}"
+    return f"an object of {kinds.name_of(type(value))}"

@@ -8,7 +8,6 @@ chance. So each run of the model on it is checked before it begins.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,9 +59,7 @@ class Witness:
                 self._model._forward_pre_hooks_with_kwargs.pop(key, None)
         self._hook = None  # Else a cycle would keep the cache in memory.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def num_right(self) -> int:
@@ -80,11 +77,10 @@ class Witness:
             end = start + tokens.shape[1]
             if start > num_right or end > sequences.shape[1]:
                 break
-            columns = torch.arange(start, end, device=tokens.device)
-            is_right = torch.equal(tokens, sequences[:, start:end].to(tokens.device)) and (
-                not bool(padding.any()) if positions is None else _are(positions, columns - padding.to(tokens.device))
-            )
-            if not is_right:
+            if not torch.equal(tokens, sequences[:, start:end].to(tokens.device)):
+                return min(start, num_right)
+            wanted = torch.arange(start, end, device=tokens.device) - padding.to(tokens.device)
+            if bool(padding.any()) if positions is None else positions.dim() != 2 or bool((positions != wanted).any()):
                 return min(start, num_right)
             num_right = end  # It overwrites columns that were fed before and taken back.
         return min(num_right, self._num_held())
@@ -161,7 +157,3 @@ class Witness:
                 f"{got} to be computed on top of them, which would give a wrong answer; call model.generate for this, "
                 "and please report it"
             )
-
-
-def _are(positions: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return positions.dim() == 2 and bool((positions == wanted).all())

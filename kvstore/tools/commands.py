@@ -1,0 +1,127 @@
+"""Options and errors of the command line: click's types, with texts for a person at a terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore.config import parse_bytes
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tools.doctor import human_bytes
+
+MAX_ERROR_CHARS = 600
+#: Texts of errors for Python callers, and their replacements on the command line.
+_OWN_WORDS = (
+    (r"kvstore\.start\(name=('[^']*')\)", r"`kvstore start --name \1`"),
+    (r"kvstore\.start\(\)", "`kvstore start`"),
+    (r"\bconnect\(\) to it", "use it as it runs"),
+    (r"\baddress='local'", "`kvstore start --local`"),
+    (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
+    (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
+    (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
+    (r"^block_bytes: ", "--block-bytes: "),
+    (r"^capacity_bytes: ", "--capacity: "),
+    (r"^(name|address): ", r"--\1: "),
+)
+#: Numbers this large in errors about settings are sizes.
+_SIZE = re.compile(r"\b[0-9]{6,15}\b")
+NAME = click.option("--name", default="default", show_default=True, help="Which store of the cluster.")
+ADDRESS = click.option(
+    "--address",
+    metavar="HOST:PORT",
+    help="The Ray cluster. Without it RAY_ADDRESS, then what `ray start` began here, then the only one here.",
+)
+POSITIVE = click.IntRange(1)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
+
+
+def _in_own_words(error: KVStoreError) -> str:
+    """Return an error's text in one line, with options in place of Python's arguments."""
+    text = " ".join(str(error).split())
+    for pattern, words in _OWN_WORDS:
+        text = re.sub(pattern, words, text)
+    if isinstance(error, ConfigError):
+        text = _SIZE.sub(lambda size: f"{size[0]} ({human_bytes(int(size[0]))})", text)
+    return text
+
+
+def parse_size(option: str, text: str) -> int:
+    """Return the number of bytes that an option names; errors name the option."""
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+class Seconds(click.FloatRange):
+    """A time within bounds. Refuses NaN, which no comparison with a bound refuses."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a number of seconds."""
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value} is no time.", param, ctx)
+        return seconds
+
+
+class _Output(click.Path):
+    """A file to be written later. Reports an unwritable folder before anything is measured."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        folder = Path(str(path)).absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            self.fail(f"{folder} is no folder that can be written to; make it first.", param, ctx)
+        return path
+
+
+OUTPUT = click.option(
+    "--output",
+    type=_Output(dir_okay=False, writable=True, path_type=Path),
+    help="Also write the rows with hardware, versions and commit to this file.",
+)
+
+
+class Command(click.Command):
+    """A command that shows a KVStoreError as one line, or one JSON object, with exit status 2."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments; a size without its option gets a hint."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            size = next((word for word in given if word[:1].isdigit()), None)
+            if size is None or self.name != "start" or "unexpected extra argument" not in error.message:
+                raise
+            hint = f"{error.message}; the memory of each node is given by --capacity {size}"
+            raise click.UsageError(hint, ctx) from error
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KVStoreError as error:
+            kind, text = type(error).__name__, _in_own_words(error)
+            if ctx.params.get("as_json"):
+                click.echo(json.dumps({"error": kind, "text": text}))
+            else:
+                short = text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
+                click.echo(f"{click.style(kind, fg='red', bold=True)}: {short}", err=True)
+            ctx.exit(2)
+
+
+class Group(click.Group):
+    """Commands in the order of their definition."""
+
+    command_class = Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in that order; click sorts them."""
+        return list(self.commands)
