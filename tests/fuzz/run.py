@@ -185,7 +185,6 @@ def fuzz(seed: int, num_frames: int, say: Callable[[str], None]) -> Outcome:
         shorter = {
             "node.peer_service._LEAST_MOST_TTL_S": _LEASE_S,
             "remote.peers._LEAST_CALL_S": 0.1,
-            "handoff.source_claim._LEAST_CALL_S": 0.1,
         }
         with contextlib.ExitStack() as patches:
             for name, seconds in shorter.items():

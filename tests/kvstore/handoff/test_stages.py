@@ -14,7 +14,7 @@ import pytest
 from inner_parts import parts_of
 
 import kvstore
-from kvstore.client.handoff import publish
+from kvstore.client.handoff import publish as publishing
 from kvstore.client.handoff.stage_link import StageLink
 from kvstore.client.results import MissReason
 from kvstore.config import StoreConfig
@@ -613,7 +613,7 @@ def test_a_client_that_is_closed_meanwhile_waits_for_what_it_queued(cluster, pai
     def closed(*args):
         raise StoreUnavailable("closed")
 
-    monkeypatch.setattr(publish, "submit", closed)
+    monkeypatch.setattr(publishing, "submit", closed)
     with pytest.raises(StoreUnavailable):
         source.client.publish(range(10))
     wait_until(lambda: (len(ended), stage.num_users) == (1, 0))
