@@ -126,5 +126,5 @@ def test_readers_on_a_gpu_see_loads_without_the_mask(file):
         listed, names = case.spans(), KERNELS[file]
         module = cupy.RawModule(code=without_mask(file), options=OPTIONS, name_expressions=names)
         kernels = {name: module.get_function(name).kernel for name in names}
-        copier.kernels = {name: kernel.ptr for name, kernel in kernels.items()}
+        copier._kernels = {name: kernel.ptr for name, kernel in kernels.items()}
     assert wrong_on_gpu(case, copier, listed) > 0

@@ -103,7 +103,7 @@ def test_after_the_end_there_is_none_and_none_is_started(store):
 
 
 def test_the_end_waits_for_no_pause(store):
-    store.keeper.pause_s = 20.0
+    store.keeper._pause_s = 20.0
     store.ready.set()
     store.keeper.start()
     store.ready.clear()
