@@ -345,7 +345,7 @@ def test_stock_models_and_plain_ones_share_over_processes(tmp_path):
     answers = []
     for seed in ("1", "2"):
         command = [sys.executable, str(path), str(Path(__file__).parent / "conftest.py")]
-        given = os.environ | {"PYTHONHASHSEED": seed}
+        given = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[3])}
         done = subprocess.run(command, env=given, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         answers.append(done.stdout.split())
