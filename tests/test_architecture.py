@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_rooms import PACKAGE, ROOT
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "kvstore"
 
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 #: `name` in [text](../kvstore/file.py), or in "the same file" as the one before.

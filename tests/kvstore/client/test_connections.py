@@ -9,7 +9,7 @@ import pytest
 from kvstore.client.connections import StoreConnections
 from kvstore.errors import StoreNotRunning, StoreUnavailable, TransferTimeout
 from kvstore.rpc.framing import Op
-from tests.kvstore.client.test_closing import standing_still
+from tests.kvstore.standing_still import standing_still
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from inner_parts import parts_of
 
 from kvstore.client.results import MissReason
 from kvstore.errors import KVStoreError, StoreUnavailable
-from tests.kvstore.client.test_closing import standing_still
+from tests.kvstore.standing_still import standing_still
 
 
 def mappings_of(arena) -> int:

@@ -1,34 +1,17 @@
 """Jobs that the thread which waits for them may run."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from kvstore.client.job import Job
 from kvstore.client.work import Work, in_one_step, nothing
 from kvstore.errors import InvalidRequest, JobRunning, PeerLost
+from tests.kvstore.kept_work import see_done
 
 
 def work_of(run, limit_s=5.0, after=nothing):
     return Work(lambda: in_one_step(run), limit_s, after)
-
-
-def see_done(work):
-    if work.go_on(lambda awaited: None):
-        work.after()
-
-
-def kept_work(given):
-    """Threads of a client that keep their work for the test."""
-    return SimpleNamespace(
-        expect=lambda work: None,
-        start=given.append,
-        start_asked=lambda work, awaited: given.append(work),
-        publish=given.append,
-        call=lambda callback: callback(),
-        wake=lambda work: None,
-    )
 
 
 def job_of(work):

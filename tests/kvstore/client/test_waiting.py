@@ -10,7 +10,7 @@ from inner_parts import parts_of
 from kvstore.client.client import Client
 from kvstore.client.results import MissReason
 from tests.kvstore.conftest import SHAPE
-from tests.kvstore.handoff.test_handoff import same
+from tests.kvstore.handed_off import same
 
 
 def rank(cluster, node_id, index, num_ranks=2):

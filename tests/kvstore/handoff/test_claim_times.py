@@ -5,7 +5,7 @@ from inner_parts import parts_of
 
 from kvstore.client.results import MissReason
 from kvstore.runtime import clock as clocks
-from tests.kvstore.handoff.test_handoff import is_empty, reason, same
+from tests.kvstore.handed_off import is_empty, reason, same
 
 
 class Clock:

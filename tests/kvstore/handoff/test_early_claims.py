@@ -16,13 +16,13 @@ from kvstore.handoff.records import NOT_READY
 from kvstore.handoff.source_claim import SourceClaim
 from kvstore.rpc.handoff_messages import FetchRequest
 from kvstore.runtime import clock
-from tests.kvstore.client.test_results import kept_work, see_done
-from tests.kvstore.handoff.test_handoff import fetch, reason, same
-from tests.kvstore.handoff.test_stages import HeldBlocks, held_packing, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
+from tests.kvstore.handed_off import fetch, reason, same
+from tests.kvstore.handoff.host_stages import HeldBlocks, held_packing, nothing_held
+from tests.kvstore.kept_work import kept_work, see_done
 
 
 @pytest.fixture
-def warm(pair, wait_until):  # noqa: F811
+def warm(pair, wait_until):
     """The pair of workers after a hand-off: the lane is known and a connection to the source is idle."""
     source, target = pair
     assert fetch(target, source.client.publish([1]), [1]).route == "gpu"
@@ -133,7 +133,7 @@ def test_a_lane_that_is_known_is_woken_and_counted_for_blocks_alone(cluster, war
 def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_nothing(
     cluster,
     warm,
-    stages,  # noqa: F811
+    stages,
     wait_until,
 ):
     source, target = warm
@@ -186,7 +186,7 @@ def test_who_speaks_to_the_mover_holds_up_the_read_and_not_the_store(cluster, wa
     nothing_held(cluster, wait_until)
 
 
-def test_a_stage_that_is_another_one_by_now_is_met_anew(cluster, warm, stages, wait_until):  # noqa: F811
+def test_a_stage_that_is_another_one_by_now_is_met_anew(cluster, warm, stages, wait_until):
     source, target = warm
     cluster.kill_mover("a")
     cluster.start_mover("a")

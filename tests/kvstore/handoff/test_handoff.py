@@ -1,7 +1,6 @@
 """Hand-offs between clients of one and of two node stores: right bytes once, or a reason, and nothing left behind."""
 
 import dataclasses
-import itertools
 import pickle
 import threading
 import time
@@ -15,8 +14,8 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.results import MissReason
 from kvstore.errors import InvalidRequest, LayoutMismatch, NamespaceMismatch, PoolExhausted, TransferTimeout
-from kvstore.mover.transport import ReadState
 from tests.kvstore.conftest import SHAPE
+from tests.kvstore.handed_off import Held, fetch, is_empty, reason, same
 
 
 @pytest.fixture
@@ -25,30 +24,6 @@ def pair(cluster):
     cluster.add("a")
     cluster.add("b")
     return cluster.worker("a", seed=1), cluster.worker("b", seed=2)
-
-
-def is_empty(core):
-    """Whether a node holds nothing for hand-offs, and its pool agrees."""
-    core.pool.check_integrity()
-    stats = core.stats()
-    counts = [stats[f"num_handoff{what}"] for what in ("s", "_slots", "_fetches")]
-    pool = core.pool.stats()
-    return counts == [0, 0, 0] and (pool.num_writing, pool.num_quarantined, pool.num_leases) == (0, 0, 0)
-
-
-def same(source, source_ids, target, target_ids):
-    pairs = zip(source_ids, target_ids, strict=True)
-    return [source.block(a) == target.block(b) for a, b in pairs]
-
-
-def fetch(worker, ticket, ids, **more):
-    return worker.client.fetch(ticket, list(ids), **more).result(20)
-
-
-def reason(result):
-    assert result.num_blocks == 0
-    assert len({failure.reason for failure in result.failed}) == 1
-    return result.failed[0].reason
 
 
 @pytest.mark.parametrize("num_blocks", [1, 7, 40])
@@ -389,32 +364,6 @@ def test_fifty_hand_offs_at_once_leave_nothing(cluster, pair, wait_until):
 
 
 # Faults on the way.
-
-
-class Held:
-    """A transport that begins its READs when `go` is set."""
-
-    def __init__(self, transport):
-        self._transport, self.go, self.waiting, self._begun = transport, threading.Event(), {}, {}
-        self._handles = itertools.count()
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
-    def post(self, request):
-        handle = 1000 + next(self._handles)
-        self.waiting[handle] = request
-        return handle
-
-    def poll(self, handle):
-        if not self.go.is_set():
-            return ReadState.RUNNING
-        if handle not in self._begun:
-            self._begun[handle] = self._transport.post(self.waiting[handle])
-        return self._transport.poll(self._begun[handle])
-
-    def release(self, handle):
-        self._transport.release(self._begun[handle])
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ import torch
 from inner_parts import parts_of
 
 import kvstore
-from kvstore.blocks.ticket import HandoffTicket, expiry_after
+from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.results import MissReason
 from kvstore.errors import InvalidRequest, LayoutMismatch, NamespaceMismatch, PoolExhausted
 from tests.kvstore.conftest import SHAPE, Worker
+from tests.kvstore.handed_off import named
 
 TOKENS = SHAPE.block_size
 
@@ -24,15 +25,6 @@ def pair(cluster):
     cluster.add("a")
     cluster.add("b")
     return cluster.worker("a", seed=1), cluster.worker("b", seed=2)
-
-
-def named(client, num_blocks, **changes):
-    """A ticket for blocks that a client may publish later."""
-    ticket = HandoffTicket(
-        node_id=client.node_id, epoch=bytes.fromhex(client.epoch), namespace=client.space.digest,
-        num_blocks=num_blocks, block_bytes=SHAPE.block_bytes, expires_s=expiry_after(10.0),
-    )  # fmt: skip
-    return dataclasses.replace(ticket, **changes)
 
 
 class LargeBlocks(Worker):

@@ -21,7 +21,7 @@ from kvstore.pool.pool import Pool
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import FRAGMENT_BYTES, Decoder, Flag, Op
 from kvstore.rpc.handoff_messages import AbortHandoff, CompleteHandoff
-from tests.kvstore.handoff.test_handoff import fetch, is_empty, reason, same
+from tests.kvstore.handed_off import fetch, is_empty, reason, same
 
 
 class SlowCopies:

@@ -3,13 +3,9 @@
 What a stage on a GPU adds (mapping, kernels, NIXL between GPUs) is met in tests/actors/test_cuda_handoff.py.
 """
 
-import ctypes
-import itertools
-import secrets
 import threading
 import time
 
-import numpy as np
 import pytest
 from inner_parts import parts_of
 
@@ -18,172 +14,18 @@ from kvstore.client.handoff import publish as publishing
 from kvstore.client.handoff.stage_link import StageLink
 from kvstore.client.results import MissReason
 from kvstore.config import StoreConfig
-from kvstore.engine.host_copier import HostCopier
 from kvstore.errors import ConfigError, CopyStuck, InvalidRequest, KernelError, RegistrationFailed, StoreUnavailable
 from kvstore.handoff.lanes import StageLanes
 from kvstore.node.fence import MoverFence
 from kvstore.pool.pool import Pool
 from kvstore.runtime import clock
-from tests.kvstore.client.test_results import kept_work, see_done
-from tests.kvstore.handoff.test_handoff import Held, fetch, is_empty, reason, same
-from tests.kvstore.handoff.test_named_tickets import named
-from tests.kvstore.loopback import LoopbackTransport
-
-BLOCK = 1024
-
-
-class HostStage:
-    """A stage in this process's memory; `handle` names it in `memories`."""
-
-    memories: dict[str, np.ndarray] = {}  # noqa: RUF012 - of this test alone.
-
-    def __init__(self, name, uuid, num_bytes, network):
-        if uuid == "00":
-            raise RuntimeError("this process sees no such GPU")
-        self.gpu, self.handle = int(uuid, 16), secrets.token_bytes(16)
-        self.memory = self.memories[self.handle] = np.zeros(num_bytes, np.uint8)
-        self.address = self.memory.ctypes.data
-        self.transport = LoopbackTransport(name, self.memory, network)
-        self.num_copied, self.may_copy = 0, threading.Event()
-        self.may_copy.set()
-
-    def copy_out(self, target, offset, num_bytes):
-        assert self.may_copy.wait(10)
-        ctypes.memmove(target, self.address + offset, num_bytes)
-
-    def begin_copies(self, runs, source):
-        for target, source, num_bytes in runs:
-            ctypes.memmove(target, source, num_bytes)
-            self.num_copied += num_bytes
-        return len(runs)
-
-    def copies_done(self, mark):
-        return True
-
-    def close(self):
-        self.transport.close()
-
-
-class HostSide(HostCopier):
-    """A `StageCopier` in this process's memory."""
-
-    num_expected = 0
-    #: Set when the blocks are computed, of a test that publishes them before.
-    computed = None
-
-    def expect(self, pages, ends, *, to_slots):
-        self.num_expected += ends[-1]
-
-    def begin_into_slots(self, pages, indexes, slots):
-        self.into_slots(pages, indexes, slots)
-
-    def await_begun(self, pages):
-        return self.computed is not None and self.computed.wait(10)
-
-
-class Order:
-    """A `CopyOrder` that says what it was asked for."""
-
-    def __init__(self):
-        self.asked = []
-
-    def end(self):
-        self.asked.append("end")
-
-    def wait_on(self, stream, timeout_s):
-        return True
-
-    def hold_engine(self):
-        self.asked.append("hold")
-
-    def settle(self, timeout_s):
-        self.asked.append("settle")
-        return True
-
-
-def held_packing(client):
-    """Hold the end of what a client packs, or all of it where that goes to the arena, until the event is set."""
-    link, go = parts_of(client).stage, threading.Event()
-    copier, name = (parts_of(client).copier, "into_slots") if not link.is_wanted else (link.attached.copier, "finish")
-    pack = getattr(copier, name)
-    setattr(copier, name, lambda *args: (go.wait(10), pack(*args)))
-    return go
+from tests.kvstore.handed_off import fetch, named, reason, same
+from tests.kvstore.handoff.host_stages import BLOCK, HeldBlocks, Order, held_packing, nothing_held
+from tests.kvstore.kept_work import kept_work, see_done
 
 
 def logged_failures(caplog):
     return [record for record in caplog.records if "after its ticket was given out" in record.getMessage()]
-
-
-class HeldBlocks(Held):
-    """Holds READs of blocks, and not those of the one slot that wake a lane."""
-
-    def post(self, request):
-        handle = super().post(request)
-        if len(request.local_slots) == 1:
-            self._begun[handle] = self._transport.post(self.waiting.pop(handle))
-        return handle
-
-    def poll(self, handle):
-        return self._transport.poll(self._begun[handle]) if handle in self._begun else super().poll(handle)
-
-
-class StageArena:
-    """What a HostCopier wants of an arena."""
-
-    def __init__(self, memory):
-        self.memory = memory
-
-    def bytes_view(self):
-        return self.memory
-
-
-@pytest.fixture
-def stages(cluster, monkeypatch):
-    """Nodes a and b, whose movers can make stages; returns those that were made."""
-    made = []
-
-    def make(name, uuid, num_bytes):
-        made.append(HostStage(name, uuid, num_bytes, cluster.network))
-        return made[-1]
-
-    def copier(engine, stage):
-        memory = StageArena(HostStage.memories[stage.handle])
-        return HostSide(engine, memory, stage.slot_bytes, stage.num_slots)
-
-    cluster.make_stage = make
-    uuids = itertools.count(1)
-    known = {}
-    link = "kvstore.client.handoff.stage_link"
-    monkeypatch.setattr(f"{link}.stage_uuid", lambda layout: known.setdefault(id(layout), f"{next(uuids):02x}"))
-    monkeypatch.setattr(f"{link}.StageCopier", copier)
-    # This process copies slot by slot, so it is no lane to measure.
-    for module in ("stages", "lanes"):
-        monkeypatch.setattr(f"kvstore.handoff.{module}.WARM_BYTES", 8 * BLOCK)
-    monkeypatch.setattr("kvstore.handoff.lanes._LEAST_GB_PER_S", 1e-4)
-    for node in ("a", "b"):
-        cluster.add(node)
-    return made
-
-
-@pytest.fixture
-def pair(cluster, stages):
-    """Workers on two nodes, each with a stage of 64 blocks."""
-    workers = cluster.worker("a", seed=1), cluster.worker("b", seed=2)
-    for worker in workers:
-        assert worker.client.attach_handoff(64 * BLOCK).route == "gpu"
-    return workers
-
-
-def nothing_held(cluster, wait_until):
-    def check():
-        for core in cluster.nodes.values():
-            for stage in core.control.handoffs.stages.all():
-                stage.pool.check_integrity()
-                if stage.pool.stats().num_free != stage.pool.num_slots:
-                    return False
-        return all(is_empty(core) for core in cluster.nodes.values() if core.state.pool_service.is_attached)
-
-    wait_until(check)
 
 
 def test_blocks_go_from_stage_to_stage_and_leave_nothing(cluster, pair, stages, wait_until):

@@ -14,7 +14,7 @@ from kvstore.mover import nixl
 from kvstore.mover.nixl import NixlTransport
 from kvstore.mover.parallel import ParallelTransport
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState
-from tests.kvstore.handoff.test_handoff import fetch, is_empty, reason
+from tests.kvstore.handed_off import fetch, is_empty, reason
 from tests.kvstore.loopback import LoopbackNetwork, LoopbackTransport
 
 SLOT_BYTES, NUM_SLOTS = 64, 8
