@@ -188,7 +188,7 @@ class MoverLink:
                 connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, encode(AddPeer(request.peer, peer)))
             self.unfinished.reads[read_id] = (on_done, len(request.local_slots))
             if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, read):
-                self.unfinished.reads.pop(read_id, None)
+                self.unfinished.forget(read_id)
                 raise PeerLost(_DEAF)
         finally:
             self._lock.release()
@@ -261,7 +261,7 @@ class MoverLink:
                 raise PeerLost(_DEAF)
             found = unfinished.wait(request, answer, timeout_s, may_write=on_terminal is not None)
         finally:
-            unfinished.questions.pop(request, None)
+            unfinished.forget(request)
         if found is None:
             if on_terminal is not None:
                 self.when_terminal({request}, on_terminal)

@@ -134,6 +134,12 @@ class Unfinished:
                 return None
         return answer.get_nowait()  # It came at the last moment.
 
+    def forget(self, number: int) -> None:
+        """Drop a READ that was not sent, or a task that nothing waits for. Under the lock: `fail` goes through all."""
+        with self._lock:
+            self.reads.pop(number, None)
+            self.questions.pop(number, None)
+
     def fail(self, error: KVStoreError) -> None:
         """End all, because the process of the mover is gone: nothing of it writes any more."""
         packed = pack_error(error)

@@ -105,18 +105,21 @@ class Peer:
 
     def known_transport(self, generation: int) -> tuple[str, PeerDescription] | None:
         """Return the result of `transport` if it is known without asking the peer; else None."""
-        if self._transport is None or self._transport[0] != generation:
-            return None
-        return f"{self.node_id}/{self.epoch.hex()}/{generation}", self._transport[1]
+        found = self._transport  # Once: another thread may be asking about the next life.
+        return (self._transport_name(generation), found[1]) if found and found[0] == generation else None
 
     def transport(self, generation: int, timeout_s: float) -> tuple[str, PeerDescription]:
         """Return (name, description) of the peer's slab, for one life of its mover. It is asked for once."""
-        if self._transport is None or self._transport[0] != generation:
+        found = self._transport
+        if found is None or found[0] != generation:
             found = transport_of(self._ask(Op.PEER_TRANSPORT, b"", timeout_s), self.same_host)
             if found[0] != generation:
                 raise PeerLost(f"the mover of node {self.node_id} was replaced meanwhile; try again")
             self._transport = found
-        return f"{self.node_id}/{self.epoch.hex()}/{generation}", self._transport[1]
+        return self._transport_name(generation), found[1]
+
+    def _transport_name(self, generation: int) -> str:
+        return f"{self.node_id}/{self.epoch.hex()}/{generation}"
 
 
 class PeerBook:

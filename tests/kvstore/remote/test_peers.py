@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvstore.errors import PeerLost
-from kvstore.remote.peers import PeerBook
+from kvstore.remote.peers import Peer, PeerBook
 
 
 @pytest.fixture
@@ -99,3 +99,18 @@ def test_only_so_many_connections_to_a_peer_are_kept(cluster, monkeypatch):
     for connection in taken:
         peers.keep_spare(peer, connection)
     assert [connection.closed for connection in taken] == [False, False, True, True]
+
+
+def test_a_slab_is_of_the_life_that_was_asked_for():
+    class Replaced(tuple):
+        """When its life is looked at, another thread learns of the next one."""
+
+        def __getitem__(self, index):
+            if index == 0:
+                peer._transport = (2, "the slab of life 2")
+            return tuple.__getitem__(self, index)
+
+    peer = Peer("n", None, bytes(8), b"key")
+    peer._transport = Replaced((1, "the slab of life 1"))
+    name, slab = peer.known_transport(1)
+    assert (name.rpartition("/")[2], slab) == ("1", "the slab of life 1")

@@ -1,0 +1,37 @@
+"""READs and tasks of a mover whose end is not known."""
+
+import queue
+import threading
+
+import pytest
+
+from kvstore.errors import PeerLost
+from kvstore.mover.unfinished import Unfinished
+
+
+@pytest.mark.parametrize("table", ["questions", "reads"])
+def test_nothing_is_forgotten_while_all_are_ended(table):
+    unfinished = Unfinished()
+    forgetting = threading.Thread(target=lambda: unfinished.forget(2))
+    with unfinished._lock:
+        forgetting.start()
+        forgetting.join(0.1)
+        assert forgetting.is_alive(), "it waits for the lock"
+        getattr(unfinished, table)[2] = None
+    forgetting.join(5)
+    assert 2 not in getattr(unfinished, table)
+
+
+def test_all_are_told_when_the_mover_is_gone():
+    unfinished, told = Unfinished(), []
+    unfinished.reads = {1: (lambda done, error: told.append((done.read_id, done.terminal, error)), 4)}
+    answer = unfinished.expect_answer(2)
+    unfinished.abandoned[3] = 0.0
+    unfinished.when_terminal({3}, lambda: told.append(3))
+    error = PeerLost("gone")
+    unfinished.fail(error)
+    assert sorted(told, key=str) == [(1, True, error), 3]
+    assert answer.get_nowait()
+    with pytest.raises(queue.Empty):
+        answer.get_nowait()
+    assert not unfinished.abandoned
