@@ -245,7 +245,7 @@ def ask_all(methods: Mapping[str, Any], *args: Any, timeout_s: float) -> dict[st
     Args:
         methods: by the node of a store; "" is the directory.
         args: of every method.
-        timeout_s: limit for all answers together.
+        timeout_s: limit for each answer. All are asked at once, so it is one for all of them.
     """
     names = {node: f"store of node {node}" if node else "directory" for node in methods}
     asked: dict[str, Any] = {}
@@ -259,7 +259,8 @@ def ask_all(methods: Mapping[str, Any], *args: Any, timeout_s: float) -> dict[st
         if isinstance(ref, KVStoreError):
             continue
         try:
-            asked[node] = answer(names[node], ref, max(0.1, deadline_s - time.monotonic()))
+            with ray_failures(f"{names[node]} (within {timeout_s:g} s)"):
+                asked[node] = ray.get(ref, timeout=max(0.1, deadline_s - time.monotonic()))
         except KVStoreError as error:
             asked[node] = error
     return asked

@@ -25,6 +25,9 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
 
     The supervisor makes no actors from the beginning of this call, but is ended last: after an interrupt, another call
     finds through it what is left to end.
+
+    Raises:
+        TransferTimeout, PeerLost: Ray cannot say which actors there are; none was killed.
     """
     supervisor = actor_name(name, "supervisor")
     # AttributeError here and below: an actor of another version may have no such method.
@@ -43,13 +46,15 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
             ray.kill(own[path])
     deadline_s = time.monotonic() + patience_s
     while own and time.monotonic() < deadline_s:  # Ray lists ended actors a moment longer.
-        now = {path: found for path in own if (found := _found(path)) is not None}
-        own = {path: found for path, found in now.items() if found._actor_id == own[path]._actor_id}
+        with contextlib.suppress(KVStoreError):
+            now = {path: found for path in own if (found := _found(path)) is not None}
+            own = {path: found for path, found in now.items() if found._actor_id == own[path]._actor_id}
         time.sleep(0.02)
 
 
 def _found(path: str) -> Any:
-    with contextlib.suppress(KVStoreError):
+    """Return the handle of an actor, or None if there is none. Not to get an answer is an error: it may run on."""
+    with contextlib.suppress(StoreNotRunning):
         return find_actor(path)
     return None
 

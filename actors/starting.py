@@ -64,9 +64,8 @@ def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store
                 store = _start_once(config, deadline_s, session, own_id)
             except (TransferTimeout, PeerLost) as error:
                 if not is_silent(error):
-                    silence, is_ending = None, True
-                elif not is_ending:
-                    silence = error
+                    raise
+                silence = None if is_ending else error
             else:
                 if store is not None:
                     return store
@@ -89,14 +88,19 @@ def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store
 
 
 def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own_id: str) -> Store | None:
-    """Start a store or join the running one; return None when that is ending."""
+    """Start a store or join the running one; return None when that is ending, or was lost meanwhile."""
     try:
         supervisor = _find_supervisor(config.name, deadline_s)
     except StoreNotRunning:
         _check_room(config)
         name, args = actor_name(config.name, "supervisor"), (config.to_json(), own_id)
         supervisor = make_actor(name, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
-    return _join(config, session, supervisor, own_id, deadline_s)
+    try:
+        return _join(config, session, supervisor, own_id, deadline_s)
+    except PeerLost as error:
+        if is_silent(error):
+            raise
+        return None
 
 
 def _find_supervisor(name: str, deadline_s: float) -> Any:

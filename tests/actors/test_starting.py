@@ -94,10 +94,9 @@ STOPPED, DEAD = ray.exceptions.ActorUnavailableError("away", None), ray.exceptio
     [
         ([TransferTimeout("late")], "did not answer in time: late; .*connect"),
         ([TransferTimeout("late"), failed(STOPPED)], "did not answer in time: supervisor: away; .*connect"),
-        ([failed(DEAD), failed(STOPPED)], "is being ended by another process"),
         ([None, TransferTimeout("late")], "is being ended by another process"),
-        ([failed(STOPPED), failed(DEAD)], "goes away again and again"),
-        ([failed(STOPPED), None], "is being ended by another process"),
+        ([None, failed(STOPPED)], "is being ended by another process"),
+        ([failed(STOPPED), None], "goes away again and again"),
     ],
 )
 def test_a_supervisor_that_says_nothing_is_not_taken_for_an_ending_store(monkeypatch, tries, said):
@@ -115,6 +114,33 @@ def test_a_supervisor_that_says_nothing_is_not_taken_for_an_ending_store(monkeyp
     with pytest.raises(StoreUnavailable, match=said):
         starting._start(config, time.monotonic() + 0.5, None)
     assert len(left) == 1, "it was tried until the time was up"
+
+
+@pytest.mark.parametrize("cause", [STOPPED, DEAD])
+def test_a_supervisor_that_ended_while_it_was_joined_is_looked_for_again(monkeypatch, cause):
+    def fail(*args):
+        raise failed(cause)
+
+    monkeypatch.setattr(starting, "_find_supervisor", lambda *args: None)
+    monkeypatch.setattr(starting, "_join", fail)
+    config = starting.StoreConfig(capacity_bytes=1 << 20)
+    if cause is DEAD:
+        assert starting._start_once(config, time.monotonic() + 5.0, None, "own") is None
+        return
+    with pytest.raises(PeerLost, match="away"):
+        starting._start_once(config, time.monotonic() + 5.0, None, "own")
+
+
+def test_a_ray_that_cannot_be_reached_is_said_at_once(monkeypatch):
+    def fail(*args):
+        raise failed(OSError("the GCS is gone"))
+
+    monkeypatch.setattr(starting, "_find_supervisor", fail)
+    monkeypatch.setattr(starting, "_give_up", lambda *args: None)
+    began_s = time.monotonic()
+    with pytest.raises(PeerLost, match="away"):
+        starting._start(starting.StoreConfig(capacity_bytes=1 << 20), began_s + 30.0, None)
+    assert time.monotonic() - began_s < 10
 
 
 @pytest.mark.parametrize("is_ending", [False, True])

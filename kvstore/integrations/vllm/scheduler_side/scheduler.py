@@ -6,6 +6,7 @@ from a thread (lookups.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -39,7 +40,6 @@ class SchedulerSide:
     """The scheduler's half of one engine.
 
     Args:
-        options: the user's.
         engine_block_size: tokens of vLLM's blocks.
         num_workers: workers that report the end of each load and save.
         loads: whether this engine uses stored blocks.
@@ -77,12 +77,9 @@ class SchedulerSide:
         self.tracked: dict[str, Tracked] = {}
         #: Requests that go on without the store, until they end.
         self.untracked: set[str] = set()
-        #: Whether the warning about requests with media was logged.
-        self._has_warned = False
-        #: Ended requests with copies under way.
+        self._has_warned_of_media = False
         self.ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
         self.next_plan = StepPlan()
-        #: Set after each answer of the store.
         self.answered = threading.Event()
         #: Whether the engine's steps are launched by this process, on a GPU.
         self.is_launching = False
@@ -99,15 +96,18 @@ class SchedulerSide:
         """
         options, size, num_workers = self._options, self._engine_block_size, self._num_workers
         self.space = space = found[0].space
-        self.link = StoreLink(options, space, on_open=lambda client: client.map_presence())
         self.saving = Saving(space, size, num_workers, options.save is SavePolicy.ALL, self.stats)
         self.handoffs = HandoffSide(space, size, num_workers, self._produces, options.handoff_ttl_s, self.stats)
         for hello in found:
             self.handoffs.learn(hello.desks)
         self.ending.open([hello.copies.value for hello in found])
         self.is_launching = all(hello.is_on_gpu and hello.copies.value is not None for hello in found)
-        self.lookups = Lookups(self.link, options, self.stats, self.answered)
-        self.is_open = True
+        link = StoreLink(options, space, on_open=lambda client: client.map_presence())
+        with contextlib.ExitStack() as undo:
+            undo.callback(link.close)
+            self.lookups = Lookups(link, options, self.stats, self.answered)
+            undo.pop_all()
+        self.link, self.is_open = link, True
 
     def close(self) -> None:
         """End the thread and close the client; may be called again."""
@@ -340,8 +340,8 @@ class SchedulerSide:
         """Let a request with media go on without the store, as its media cannot be told from others."""
         self.untracked.add(name)
         self.stats.count("num_unnamed_media_requests")
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._has_warned_of_media:
+            self._has_warned_of_media = True
             logger.warning(
                 "requests with media go on without the store, request %s is the first: wanted media that are known by "
                 "their content, got names that vLLM counts anew in each process; turn on --enable-prefix-caching, or "
