@@ -259,8 +259,7 @@ def ask_all(methods: Mapping[str, Any], *args: Any, timeout_s: float) -> dict[st
         if isinstance(ref, KVStoreError):
             continue
         try:
-            with ray_failures(f"{names[node]} (within {timeout_s:g} s)"):
-                asked[node] = ray.get(ref, timeout=max(0.1, deadline_s - time.monotonic()))
+            asked[node] = answer(names[node], ref, max(0.1, deadline_s - time.monotonic()))
         except KVStoreError as error:
             asked[node] = error
     return asked
