@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 
@@ -15,7 +16,7 @@ class _Held(Protocol):
 T = TypeVar("T", bound=_Held)
 
 
-class OwnedTable(Generic[T]):
+class OwnedTable(ABC, Generic[T]):
     """Leases or writes, so that finding those of one owner needs no search through all."""
 
     def __init__(self) -> None:
@@ -51,9 +52,9 @@ class OwnedTable(Generic[T]):
             self.end(number)
         return len(numbers)
 
+    @abstractmethod
     def end(self, number: int) -> None:
         """Give back what one held and `pop` it."""
-        raise NotImplementedError
 
     def add(self, number: int, entry: T) -> None:
         """Add one under a new id."""
