@@ -32,11 +32,12 @@ def nothing(message: Any) -> None:
     """Read no arrays: there are none."""
 
 
-def fetch_fields() -> dict[str, Any]:
-    return {
-        "key": KEY, "namespace": KEY, "epoch": EPOCH, "node_id": "b" * 56, "num_blocks": 128, "ttl_s": 30.0,
-        "timeout_s": 60.0, "from_slab": 1, "slab": 2, "generation": 3, "is_early": True,
-    }  # fmt: skip
+def fetch_of(kind: Callable[..., Any]) -> Any:
+    """Make a request by keywords, as a client does."""
+    return kind(
+        key=KEY, namespace=KEY, epoch=EPOCH, node_id="b" * 56, num_blocks=128, ttl_s=30.0, timeout_s=60.0, from_slab=1,
+        slab=2, generation=3, is_early=True,
+    )  # fmt: skip
 
 
 def calls_of_this() -> Calls:
@@ -63,9 +64,9 @@ def calls_of_this() -> Calls:
         for packed in (made.packed_indexes, made.packed_slots):
             ints_in(packed).astype(np.int64)
 
-    fields, packed, slots = fetch_fields(), pack_ints(range(128)), np.arange(128, dtype=np.int32)
+    packed, slots = pack_ints(range(128)), np.arange(128, dtype=np.int32)
     return {
-        "fetch": (lambda: decode_fetch(encode(FetchRequest(**fields))), nothing),
+        "fetch": (lambda: decode_fetch(encode(fetch_of(FetchRequest))), nothing),
         "ticket, 128 blocks": (ticket(128), read),
         "ticket, 2048 blocks": (ticket(2048), read),
         "grant, 128 blocks": (
@@ -109,9 +110,9 @@ def calls_of_before() -> Calls:
         for array in (made.indexes, made.slots):
             np.asarray(array, np.int64)
 
-    fields, packed, slots = fetch_fields(), PackedInts.of(range(128)), np.arange(128, dtype=np.int32)
+    packed, slots = PackedInts.of(range(128)), np.arange(128, dtype=np.int32)
     return {
-        "fetch": (lambda: unpack_fetch(pack_fetch(FetchRequest(**fields))), nothing),
+        "fetch": (lambda: unpack_fetch(pack_fetch(fetch_of(FetchRequest))), nothing),
         "ticket, 128 blocks": (ticket(128), read),
         "ticket, 2048 blocks": (
             ticket(2048),
