@@ -245,7 +245,7 @@ def ask_all(methods: Mapping[str, Any], *args: Any, timeout_s: float) -> dict[st
     Args:
         methods: by the node of a store; "" is the directory.
         args: of every method.
-        timeout_s: limit for each answer. All are asked at once, so it is one for all of them.
+        timeout_s: limit for all answers together; an actor that is asked after that has 0.1 s.
     """
     names = {node: f"store of node {node}" if node else "directory" for node in methods}
     asked: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
@@ -16,6 +16,8 @@ from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
 _CALL_S = 10.0
 #: Limit for ending a store that does not answer: its supervisor, then its nodes, get `_CALL_S` each.
 _END_S = 45.0
+#: Ray gets this long to name an actor, even if no time is left.
+_LEAST_S = 0.1
 
 
 def end_actors(name: str, patience_s: float = _CALL_S) -> None:
@@ -27,14 +29,17 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
     finds through it what is left to end.
 
     Raises:
-        TransferTimeout, PeerLost: Ray cannot say which actors there are; none was killed.
+        TransferTimeout, PeerLost: Ray cannot say which actors there are, or where some of them run. Those were not
+            ended, nor was the supervisor, so that no store starts beside them. Another call ends the rest.
     """
     supervisor = actor_name(name, "supervisor")
     # AttributeError here and below: an actor of another version may have no such method.
     with contextlib.suppress(KVStoreError, AttributeError):
         call("supervisor", find_actor(supervisor).stop, timeout_s=patience_s)
     # By handle: a new store may have the names later.
-    own = {path: handle for path in actors_of(name) if (handle := _found(path)) is not None}
+    own, unknown = _find(actors_of(name), time.monotonic() + patience_s)
+    if unknown:
+        own.pop(supervisor, None)
     stops: dict[str, Any] = {}
     for path, handle in own.items():
         _, _, node = path.partition(f"{actor_name(name, 'node')}/")
@@ -46,17 +51,25 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
             ray.kill(own[path])
     deadline_s = time.monotonic() + patience_s
     while own and time.monotonic() < deadline_s:  # Ray lists ended actors a moment longer.
-        with contextlib.suppress(KVStoreError):
-            now = {path: found for path in own if (found := _found(path)) is not None}
-            own = {path: found for path, found in now.items() if found._actor_id == own[path]._actor_id}
+        now, unsaid = _find(own, deadline_s)
+        is_there = {path for path, handle in now.items() if handle._actor_id == own[path]._actor_id}
+        own = {path: handle for path, handle in own.items() if path in is_there or path in unsaid}
         time.sleep(0.02)
+    if unknown:
+        raise next(iter(unknown.values()))
 
 
-def _found(path: str) -> Any:
-    """Return the handle of an actor, or None if there is none. Not to get an answer is an error: it may run on."""
-    with contextlib.suppress(StoreNotRunning):
-        return find_actor(path)
-    return None
+def _find(paths: Iterable[str], deadline_s: float) -> tuple[dict[str, Any], dict[str, KVStoreError]]:
+    """Return the handles of those actors that there are, and why Ray cannot say whether there are others."""
+    found, unknown = dict[str, Any](), dict[str, KVStoreError]()
+    for path in paths:
+        try:
+            found[path] = find_actor(path, max(_LEAST_S, deadline_s - time.monotonic()))
+        except StoreNotRunning:
+            continue
+        except KVStoreError as error:
+            unknown[path] = error
+    return found, unknown
 
 
 def end_store(name: str, say: Callable[[str], None]) -> None:

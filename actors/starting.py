@@ -135,8 +135,8 @@ def _give_up(name: str, own_id: str) -> None:
         return
     except KVStoreError as error:
         logger.warning(
-            "the supervisor of store %r could not be told that this start failed: %s; `kvstore status` says whether "
-            "the store runs, and `kvstore stop` ends it for all",
+            "what this start of store %r began could not be ended: %s; `kvstore status` says whether the store runs, "
+            "and `kvstore stop` ends it for all",
             name, error,
         )  # fmt: skip
 

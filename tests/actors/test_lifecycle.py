@@ -28,6 +28,7 @@ from kvstore.errors import (
     InvalidRequest,
     StoreNotRunning,
     StoreUnavailable,
+    TransferTimeout,
 )
 
 pytestmark = pytest.mark.ray
@@ -212,6 +213,26 @@ def test_a_stop_that_was_interrupted_is_completed_by_another(ray_cluster, store,
     assert named_actors("short") == []
     with pytest.raises(StoreNotRunning, match=r"this handle ended the store|not every|no actor|wanted the actor"):
         short.stats()
+
+
+@pytest.mark.parametrize("kind", ["node", "supervisor"])
+def test_an_actor_that_ray_cannot_name_keeps_no_other_from_its_end(ray_cluster, store, node_ids, monkeypatch, kind):
+    kvstore.start("8MiB", name="short")
+    hidden = next(path for path in named_actors("short") if kind in path)
+    find = ending.find_actor
+
+    def find_others(path, *args):
+        if path == hidden:
+            raise TransferTimeout("late")
+        return find(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ending, "find_actor", find_others)
+        with pytest.raises(TransferTimeout, match="late"):
+            ending.end_actors("short", 2.0)
+    assert set(named_actors("short")) == {hidden, "raykv/short/supervisor"}
+    kvstore.connect("short").destroy()
+    assert named_actors("short") == []
 
 
 def test_a_store_that_others_left_with_other_settings_is_not_taken_for_this_one(ray_cluster, store, node_ids):
