@@ -30,14 +30,17 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
 
     Raises:
         TransferTimeout, PeerLost: Ray cannot say which actors there are, or where some of them run. Those were not
-            ended, nor was the supervisor, so that no store starts beside them. Another call ends the rest.
+            ended, nor was the supervisor, so that no store starts beside them. If it is the supervisor that cannot be
+            found, none was ended: it would make them anew. Another call ends the rest.
     """
     supervisor = actor_name(name, "supervisor")
     # AttributeError here and below: an actor of another version may have no such method.
     with contextlib.suppress(KVStoreError, AttributeError):
-        call("supervisor", find_actor(supervisor).stop, timeout_s=patience_s)
+        call("supervisor", find_actor(supervisor, patience_s).stop, timeout_s=patience_s)
     # By handle: a new store may have the names later.
     own, unknown = _find(actors_of(name), time.monotonic() + patience_s)
+    if supervisor in unknown:
+        raise unknown[supervisor]
     if unknown:
         own.pop(supervisor, None)
     stops: dict[str, Any] = {}

@@ -92,12 +92,14 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own
     try:
         supervisor = _find_supervisor(config.name, deadline_s)
     except StoreNotRunning:
+        supervisor = None
         _check_room(config)
-        name, args = actor_name(config.name, "supervisor"), (config.to_json(), own_id)
-        supervisor = make_actor(name, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
     try:
+        if supervisor is None:
+            name, args = actor_name(config.name, "supervisor"), (config.to_json(), own_id)
+            supervisor = make_actor(name, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
         return _join(config, session, supervisor, own_id, deadline_s)
-    except PeerLost as error:
+    except PeerLost as error:  # Another call may end a supervisor even between Ray's two steps of making it.
         if is_silent(error):
             raise
         return None

@@ -54,9 +54,9 @@ class Unfinished:
         """Call `then` when none of these READs can write any more; at once if that is true now."""
         with self._lock:
             left = read_ids & self.abandoned.keys()
-            if left:
+            if is_waiting := bool(left):  # Under the lock: `end` empties the set, and then calls `then` itself.
                 self._waiting.append((left, then))
-        if not left:
+        if not is_waiting:
             then()
 
     def end(self, read_ids: set[int]) -> None:

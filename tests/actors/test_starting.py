@@ -131,6 +131,20 @@ def test_a_supervisor_that_ended_while_it_was_joined_is_looked_for_again(monkeyp
         starting._start_once(config, time.monotonic() + 5.0, None, "own")
 
 
+def test_a_supervisor_that_ended_while_it_was_made_is_made_again(monkeypatch):
+    def none(*args):
+        raise starting.StoreNotRunning("none")
+
+    def fail(*args, **options):
+        raise failed(ValueError("failed to look up the actor"))
+
+    monkeypatch.setattr(starting, "_find_supervisor", none)
+    monkeypatch.setattr(starting, "_check_room", lambda config: None)
+    monkeypatch.setattr(starting, "make_actor", fail)
+    config = starting.StoreConfig(capacity_bytes=1 << 20)
+    assert starting._start_once(config, time.monotonic() + 5.0, None, "own") is None
+
+
 def test_a_ray_that_cannot_be_reached_is_said_at_once(monkeypatch):
     def fail(*args):
         raise failed(OSError("the GCS is gone"))

@@ -35,3 +35,28 @@ def test_all_are_told_when_the_mover_is_gone():
     with pytest.raises(queue.Empty):
         answer.get_nowait()
     assert not unfinished.abandoned
+
+
+def test_an_end_just_when_it_is_asked_for_is_told_once(monkeypatch):
+    class Lock:
+        """A lock; what another thread does as soon as it is free."""
+
+        then = None
+
+        def __enter__(self):
+            held.acquire()
+
+        def __exit__(self, *failure):
+            held.release()
+            self.then, then = None, self.then
+            if then is not None:
+                then()
+
+    held, lock, told = threading.Lock(), Lock(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Lock", lambda: lock)
+        unfinished = Unfinished()
+    unfinished.abandoned[7] = 0.0
+    lock.then = lambda: unfinished.end({7})
+    unfinished.when_terminal({7}, lambda: told.append(7))
+    assert told == [7]
