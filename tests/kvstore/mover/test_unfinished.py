@@ -9,11 +9,18 @@ from kvstore.errors import PeerLost
 from kvstore.mover.unfinished import Unfinished
 
 
+def with_lock(lock, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Lock", lambda: lock)
+        return Unfinished()
+
+
 @pytest.mark.parametrize("table", ["questions", "reads"])
-def test_nothing_is_forgotten_while_all_are_ended(table):
-    unfinished = Unfinished()
+def test_nothing_is_forgotten_while_all_are_ended(monkeypatch, table):
+    lock = threading.Lock()
+    unfinished = with_lock(lock, monkeypatch)
     forgetting = threading.Thread(target=lambda: unfinished.forget(2))
-    with unfinished._lock:
+    with lock:
         forgetting.start()
         forgetting.join(0.1)
         assert forgetting.is_alive(), "it waits for the lock"
@@ -53,9 +60,7 @@ def test_an_end_just_when_it_is_asked_for_is_told_once(monkeypatch):
                 then()
 
     held, lock, told = threading.Lock(), Lock(), []
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "Lock", lambda: lock)
-        unfinished = Unfinished()
+    unfinished = with_lock(lock, monkeypatch)
     unfinished.abandoned[7] = 0.0
     lock.then = lambda: unfinished.end({7})
     unfinished.when_terminal({7}, lambda: told.append(7))
