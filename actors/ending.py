@@ -30,8 +30,8 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
 
     Raises:
         TransferTimeout, PeerLost: Ray cannot say which actors there are, or where some of them run. Those were not
-            ended, nor was the supervisor, so that no store starts beside them. If it is the supervisor that cannot be
-            found, none was ended: it would make them anew. Another call ends the rest.
+            ended, nor was the supervisor, which refuses starts until its process dies. If it is the supervisor that
+            cannot be found, none was ended: it would make them anew. Another call ends the rest.
     """
     supervisor = actor_name(name, "supervisor")
     # AttributeError here and below: an actor of another version may have no such method.
