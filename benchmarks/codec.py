@@ -170,13 +170,13 @@ def main() -> None:
             rows.append({"message": message, "version": name, "us": round(us, 2), "read_us": round(read_us, 2)})
     if arguments.json:
         sys.path.insert(0, str(HERE))
+        from kvstore.tools.documents import as_document
         from kvstore.tools.provenance import commit, provenance
 
         about = {"benchmark": "codec", **provenance(), "num_turns": arguments.turns}
         if arguments.folder:
             about["other_commit"] = commit(arguments.folder)
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        print(f'{json.dumps(about)[:-1]}, "rows": [\n{lines}\n]}}')
+        print(as_document({**about, "rows": rows}), end="")
         return
     print(f"{'message':<22} {'version':<8} {'us':>7} {'and read':>9}")
     for row in rows:

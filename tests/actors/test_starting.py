@@ -121,7 +121,7 @@ def test_a_supervisor_that_ended_while_it_was_joined_is_looked_for_again(monkeyp
     def fail(*args):
         raise failed(cause)
 
-    monkeypatch.setattr(starting, "_find_supervisor", lambda *args: None)
+    monkeypatch.setattr(starting, "_find_supervisor", lambda *args: "a handle")
     monkeypatch.setattr(starting, "_join", fail)
     config = starting.StoreConfig(capacity_bytes=1 << 20)
     if cause is DEAD:
