@@ -19,13 +19,13 @@ from kvstore.bounds import MIN_BLOCK_BYTES, clip
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 _MAX_COPY_THREADS = 4
 _MAX_INT = 1 << 62
 #: Upper bounds of the times in settings: of a lease, and of all others (a load adds several of these).
 _MAX_LEASE_S, _MAX_S = 86400.0, 3600.0
-_KINDS = {str: "text", int: "a whole number", float: "a number"}
+_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -84,6 +84,14 @@ class StoreConfig:
         stage_chunk_bytes: bytes that one READ moves between two stages of a hand-off.
         lane: "default" lets UCX choose (RDMA, then shared memory on one host, then TCP) or obeys UCX_TLS;
             "tcp" uses TCP only.
+        disk_path: an absolute path on every node below which its store keeps blocks on disk; "" for no disk tier.
+        disk_capacity_bytes: of the disk tier of each node.
+        disk_admission: "all" writes each block that is stored; "second_use" writes a block only when it is stored or
+            read for the second time, which wears an SSD less.
+        disk_write_bytes_per_day: a budget; blocks beyond it are not written. 0 for none.
+        disk_sync: have the disk keep a block, also without power, before it can be found there. It costs speed, and no
+            block is ever wrong without it: fewer may be there after a loss of power.
+        disk_timeout_s: after this long without an answer of the disk, the tier is off, until the disk answers again.
     """
 
     name: str = "default"
@@ -101,11 +109,18 @@ class StoreConfig:
     chunk_bytes: int = 16 << 20
     stage_chunk_bytes: int = 256 << 20
     lane: str = "default"
+    disk_path: str = ""
+    disk_capacity_bytes: int = 0
+    disk_admission: str = "all"
+    disk_write_bytes_per_day: int = 0
+    disk_sync: bool = False
+    disk_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         for setting in fields(self):
             value, kind = getattr(self, setting.name), type(setting.default)
-            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            is_right = isinstance(value, (int, float) if kind is float else kind)
+            if isinstance(value, bool) != (kind is bool) or not is_right:
                 raise ConfigError(f"{setting.name}: wanted {_KINDS[kind]}, got {value!r}")
             if isinstance(value, int) and abs(value) > _MAX_INT:  # Python refuses to print thousands of digits.
                 raise ConfigError(f"{setting.name}: wanted at most {_MAX_INT}, got {clip(value)}")
@@ -117,7 +132,10 @@ class StoreConfig:
                 f"block_bytes: wanted 0 (automatic), or {MIN_BLOCK_BYTES} to capacity_bytes={self.capacity_bytes}, got "
                 f"{self.block_bytes}"
             )
-        seconds = ("lease_ttl_s", "lease_margin_s", "transfer_timeout_s", "call_timeout_s", "max_quarantine_s")
+        seconds = (
+            "lease_ttl_s", "lease_margin_s", "transfer_timeout_s", "call_timeout_s", "max_quarantine_s",
+            "disk_timeout_s",
+        )  # fmt: skip
         for field in seconds:
             most_s = _MAX_LEASE_S if field == "lease_ttl_s" else _MAX_S
             if not 0 < getattr(self, field) <= most_s:
@@ -134,6 +152,22 @@ class StoreConfig:
                 raise ConfigError(f"{field}: wanted at least 4096, got {getattr(self, field)}")
         if self.lane not in ("default", "tcp"):
             raise ConfigError(f"lane: wanted 'default' or 'tcp', got {self.lane!r}")
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        if self.disk_admission not in ("all", "second_use"):
+            raise ConfigError(f"disk_admission: wanted 'all' or 'second_use', got {clip(self.disk_admission)}")
+        if self.disk_write_bytes_per_day < 0:
+            raise ConfigError(f"disk_write_bytes_per_day: wanted at least 0, got {self.disk_write_bytes_per_day}")
+        if bool(self.disk_path) != bool(self.disk_capacity_bytes):
+            raise ConfigError(
+                f"disk_capacity_bytes: wanted disk_path and disk_capacity_bytes together, got {clip(self.disk_path)} "
+                f"and {self.disk_capacity_bytes}; give both, or neither for a store without a disk tier"
+            )
+        if self.disk_path and (not os.path.isabs(self.disk_path) or "\0" in self.disk_path):
+            raise ConfigError(f"disk_path: wanted an absolute path, got {clip(self.disk_path)}")
+        if self.disk_capacity_bytes and self.disk_capacity_bytes < 1 << 16:
+            raise ConfigError(f"disk_capacity_bytes: wanted at least 64 KiB, got {self.disk_capacity_bytes}")
 
     def to_json(self) -> str:
         """Return the settings as canonical JSON: sorted keys, no spaces."""

@@ -26,7 +26,8 @@ KVStoreError
 │   │   └── JobRunning       a save or load is not done yet; it continues
 │   ├── PeerLost             the other side is gone
 │   │   └── NotAsked         the connection was closed before a question was sent
-│   └── RegistrationFailed   memory could not be registered for transfer
+│   ├── RegistrationFailed   memory could not be registered for transfer
+│   └── DiskUnavailable      the disk tier is off: the disk failed, is full or hangs
 ├── JobAbandoned             the owner abandoned a save or load
 ├── ProtocolError            bytes on a control connection are not of this protocol
 └── KernelError              copies of a GPU's cache failed
@@ -145,6 +146,10 @@ class NotAsked(PeerLost):
 
 class RegistrationFailed(TransferError):
     """Memory could not be registered with CUDA or with NIXL."""
+
+
+class DiskUnavailable(TransferError):
+    """The disk tier is off: the disk failed, is full or does not answer. Its blocks are misses until it is on."""
 
 
 class JobAbandoned(KVStoreError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvstore.blocks.codec import U32, U64, Epoch, Record
 from kvstore.blocks.indexes import INT_BYTES, IndexArray, check_below, checked_slots, ints_in
@@ -69,6 +70,16 @@ class Grant(Record, frozen=True):
         if not (is_whole and are_few and max(memoryview(packed).cast("I")) < num_slots):
             checked_slots(ints_in(packed), num_blocks, num_slots)
         return memoryview(packed).cast("i")
+
+
+class HeldBlock(NamedTuple):
+    """A pinned block of a pool, named by its slot: what another tier needs to store the same block."""
+
+    slot: int
+    namespace: bytes
+    parent: bytes
+    depth: int
+    block_hash: bytes
 
 
 class StoreTicket(Record, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.blocks.codec import decode_count, decode_counts, encode
+from kvstore.blocks.codec import decode_counts, encode
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part, as_part
 from kvstore.blocks.ticket import HandoffTicket
@@ -28,7 +28,7 @@ from kvstore.engine.registration import make_copier
 from kvstore.engine.side_tensors import detect_sides
 from kvstore.errors import InvalidRequest
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import Ask, decode_found
+from kvstore.rpc.messages import Ask, decode_found, decode_held
 from kvstore.runtime import clock
 
 #: The directory may take this share of a lookup's time; the rest is for the answer without the directory.
@@ -154,9 +154,11 @@ class Client:
         finally:
             lookups.keep(connection)
         if not remote:
-            return Match(num_local=decode_count(answer))
-        (_, num_local), *others = decode_found(answer).nodes
-        return Match(num_local=num_local, nodes=tuple(others))
+            num_local, num_disk = decode_held(answer)
+            return Match(num_local=num_local, num_disk=num_disk)
+        found = decode_found(answer)
+        (_, num_local), *others = found.nodes
+        return Match(num_local=num_local, nodes=tuple(others), num_disk=found.num_disk)
 
     def map_presence(self) -> None:
         """Map the memory that `is_surely_absent` reads; before, that returns False. May be called again.

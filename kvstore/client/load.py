@@ -35,7 +35,7 @@ from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import STAGE_BIT, AskLoad, LoadReport, decode_progress
 from kvstore.runtime import clock
 
-_COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
+_COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls", "num_disk")
 #: Between stages, the pieces of an answer follow each other faster than this.
 _AWAKE_S = 1e-3
 #: The reason of a job that was not begun.

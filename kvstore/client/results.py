@@ -67,6 +67,7 @@ class LoadResult:
         read_s: seconds between the first READ's start and the last one's end.
         num_locate_calls: how often the store asked the directory.
         num_lease_calls: how often it asked a peer.
+        num_disk: blocks that were read from this node's disk.
     """
 
     num_blocks: int
@@ -79,6 +80,7 @@ class LoadResult:
     read_s: float = 0.0
     num_locate_calls: int = 0
     num_lease_calls: int = 0
+    num_disk: int = 0
 
     @property
     def failed_block_ids(self) -> frozenset[int]:
@@ -136,16 +138,23 @@ class Match:
 
     Args:
         num_local: usable prefix length, in blocks, in this node's memory.
-        nodes: (node id, prefix length) of other nodes, longest first.
+        nodes: (node id, prefix length) of other nodes, longest first, on whichever tier.
+        num_disk: blocks after these that are on this node's disk.
     """
 
     num_local: int
     nodes: tuple[tuple[str, int], ...] = ()
+    num_disk: int = 0
+
+    @property
+    def num_here(self) -> int:
+        """Usable prefix on this node, in memory and then on disk, in blocks."""
+        return self.num_local + self.num_disk
 
     @property
     def num_blocks(self) -> int:
         """Longest usable prefix anywhere, in blocks."""
-        return max([self.num_local, *(count for _, count in self.nodes)])
+        return max([self.num_here, *(count for _, count in self.nodes)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

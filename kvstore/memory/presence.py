@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterable
 
@@ -35,38 +36,59 @@ _SEAL_FUTURE_WRITE = 0x10
 
 
 class PresenceCounts:
-    """The number of first blocks that map to each counter. No locking here: the pool holds its lock.
+    """The number of first blocks that map to each counter. Any thread may call.
 
     Args:
         counters: one byte each, all 0; their number is a power of two. Used in place, not copied.
     """
 
     def __init__(self, counters: memoryview | bytearray) -> None:
-        self._counters, self._mask = counters, len(counters) - 1
+        self._shared, self._mask = _Counters(counters), len(counters) - 1
+        #: What this object counted, if others count into the same counters.
+        self._own: bytearray | None = None
         if not len(counters) or len(counters) & self._mask:
             raise ConfigError(f"counters: wanted a power of two of them, got {len(counters)}")
 
+    def beside(self) -> PresenceCounts:
+        """Return an object that counts the first blocks of another tier into the same counters."""
+        other = PresenceCounts(bytearray(self._mask + 1))
+        with self._shared.lock:
+            if self._own is None:
+                self._own = bytearray(self._shared.memory)
+            other._shared, other._own = self._shared, bytearray(self._mask + 1)
+        return other
+
     def add(self, block_hash: bytes) -> None:
         """Count a first block that is about to become findable."""
-        at = place_of(block_hash, self._mask)
-        if self._counters[at] < FULL:
-            self._counters[at] += 1
+        self._change(place_of(block_hash, self._mask), 1)
 
     def drop(self, block_hash: bytes) -> None:
         """Count one less: the first block cannot be found any more."""
-        at = place_of(block_hash, self._mask)
-        if self._counters[at] < FULL:
-            self._counters[at] -= 1
+        self._change(place_of(block_hash, self._mask), -1)
+
+    def _change(self, at: int, number: int) -> None:
+        with self._shared.lock:
+            for counters in (self._shared.memory, self._own):
+                if counters is not None and counters[at] < FULL:
+                    counters[at] += number
 
     def leave(self) -> None:
         """Copy the counters to private memory, because the given memory is about to be freed."""
-        self._counters = bytearray(self._counters)
+        with self._shared.lock:
+            self._shared.memory = bytearray(self._shared.memory)
 
     def check(self, first_blocks: Iterable[bytes]) -> None:
-        """Assert that exactly these first blocks are counted."""
+        """Assert that exactly these first blocks are counted here."""
         counted = Counter(place_of(block_hash, self._mask) for block_hash in first_blocks)
-        for at, number in enumerate(self._counters):
+        for at, number in enumerate(self._shared.memory if self._own is None else self._own):
             assert number in (counted[at], FULL), f"presence: counter {at} is {number}, wanted {counted[at]}"
+
+
+class _Counters:
+    """Counters that several tiers of a node count into."""
+
+    def __init__(self, memory: memoryview | bytearray) -> None:
+        self.memory, self.lock = memory, threading.Lock()
 
 
 class PresenceTable:

@@ -20,7 +20,9 @@ from typing import Any
 from kvstore.blocks.chain import decode_chain
 from kvstore.bounds import MAX_NODE_ID_CHARS, clip
 from kvstore.config import StoreConfig, socket_dir
-from kvstore.errors import ConfigError, InvalidRequest, TransferError
+from kvstore.disk.residents import Residents
+from kvstore.disk.tier import DiskTier
+from kvstore.errors import InvalidRequest, TransferError
 from kvstore.memory.arena import Arena, create_arena
 from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
@@ -28,6 +30,7 @@ from kvstore.node.dispatch import NodeControl
 from kvstore.node.pool_service import PoolService
 from kvstore.node.state import NodeState
 from kvstore.pool.pool import Pool
+from kvstore.remote.announcements import Blocks
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.fetch import Fetcher
 from kvstore.remote.load import Load
@@ -41,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 #: How long a new store waits for the directory's first answer.
 _FIRST_CONTACT_S = 2.0
+#: How often a store that is ending is noticed by what waits for the directory.
+_LOOK_AGAIN_S = 0.5
 
 
 class NodeCore:
@@ -79,12 +84,16 @@ class NodeCore:
         #: Held while the node is drained or put back, so that the directory is told the last of the two.
         self._draining = threading.Lock()
         epoch, versions, mover, threads = secrets.token_bytes(8), NamespaceVersions(), MoverLink(), StoreThreads()
-        arena: Arena = create_arena(config.capacity_bytes)
-        try:
+        disk = DiskTier(config, node_id, lambda: versions.since(0)[1]) if config.disk_path else None
+        with contextlib.ExitStack() as undo:
+            if disk is not None:
+                undo.callback(disk.stop)
+                # Before the directory is met, which hears of them, too.
+                versions.hear_all(disk.old_versions)
+            arena: Arena = create_arena(config.capacity_bytes)
+            undo.callback(arena.close)
             presence = PresenceTable(epoch, config.capacity_bytes)
-        except ConfigError:
-            arena.close()
-            raise
+            undo.pop_all()
         self._memory_closed = False
 
         def resolve(peer_id: str) -> PeerAddress:
@@ -100,6 +109,7 @@ class NodeCore:
             lambda: hints.publish_soon(),
             lambda: self.control.server.wake(),
             self._divided,
+            disk,
         )
         hints = Hints(
             node_id,
@@ -110,7 +120,7 @@ class NodeCore:
             presence.set_alone,
             epoch,
         )
-        fetcher = Fetcher(config, hints, peers, mover, threads, service.hear_clearing)
+        fetcher = Fetcher(config, hints, peers, mover, threads, service.hear_clearing, disk)
         self.state = NodeState(
             node_id=node_id,
             config=config,
@@ -125,6 +135,7 @@ class NodeCore:
             peers=peers,
             hints=hints,
             fetcher=fetcher,
+            disk=disk,
         )
         remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{epoch.hex()}.sock")
@@ -135,8 +146,27 @@ class NodeCore:
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, epoch.hex())
 
     def _divided(self, pool: Pool, slot_bytes: int) -> None:
-        self.state.mover.set_slots(slot_bytes, pool.num_slots)
-        self.state.hints.follow(pool)
+        state, service = self.state, self.state.pool_service
+        state.mover.set_slots(slot_bytes, pool.num_slots)
+        if (disk := state.disk) is not None:
+            presence, changed = state.presence.counts.beside(), state.hints.publish_soon
+            disk.attach(
+                pool, state.arena.memory, slot_bytes, presence, service.block_bytes_of, state.versions.get, changed
+            )
+            threading.Thread(target=self._admit_disk, args=(disk,), name="raykv-disk-admit", daemon=True).start()
+        state.hints.follow(self._residents(pool))
+
+    def _residents(self, pool: Pool) -> Blocks:
+        disk = self.state.disk
+        return pool if disk is None or not disk.pool.num_slots else Residents(pool, disk.pool)
+
+    def _admit_disk(self, disk: DiskTier) -> None:
+        # A namespace may have been cleared while this node was away: until the directory has said so, its blocks on
+        # disk are not found.
+        while not self.state.hints.has_met.wait(_LOOK_AGAIN_S):
+            if self.state.pool_service.is_ending:
+                return
+        disk.admit_old()
 
     @property
     def pool(self) -> Pool:
@@ -229,7 +259,7 @@ class NodeCore:
             was_closed = service.is_closed_to_peers
             service.is_draining = service.is_closed_to_peers = False
             if was_closed and service.is_attached:
-                self.state.hints.follow(service.current)
+                self.state.hints.follow(self._residents(service.current))
 
     def _left(self) -> dict[str, int]:
         handoffs = self.control.handoffs.table
@@ -264,6 +294,7 @@ class NodeCore:
             },
             "pool": asdict(service.current.stats()) if service.is_attached else None,
             **self.control.handoffs.stats(),
+            "disk": None if state.disk is None else state.disk.stats(),
             "nixl": None,
         }
         if state.mover.own is not None:
@@ -287,6 +318,8 @@ class NodeCore:
         with contextlib.ExitStack() as steps:
             # ExitStack runs them from the last to the first, and each one even if others raise.
             steps.callback(self._close_memory)
+            if state.disk is not None:
+                steps.callback(state.disk.stop)
             steps.callback(self.control.stop)
             steps.callback(state.peers.close)
             steps.callback(state.hints.stop)

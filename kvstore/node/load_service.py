@@ -38,10 +38,10 @@ class LoadControl:
         chain, num_local = asked.chain, self._service.lookup(asked.chain)
         if num_local < len(chain) and not state.hints.is_alone() and not self._service.is_draining:
             question = [(connection, message.op, message.request)]
-            run = partial(answer_all, question, lambda: Found(lookup_all(state, chain, until_s)))
+            run = partial(answer_all, question, lambda: _found(state, chain, until_s))
             if state.threads.submit(Blocking.LOOKUP, run):
                 return None
-        return encode(Found([(state.node_id, num_local)]))
+        return encode(Found([(state.node_id, num_local)], num_disk=self._service.lookup_disk(chain, num_local)))
 
     def _load(self, connection: Connection, message: Message) -> None:
         asked, service = decode_ask_load(message.payload), self._service
@@ -70,6 +70,8 @@ class LoadControl:
             is_open=lambda: not connection.closed,
         )
         load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
+        if num_here and self._state.disk is not None:
+            self._state.disk.used(chain.namespace, list(grant.slots))
         if grant.num_refused:
             load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
         if grant.num_refused or num_here == len(chain):
@@ -78,6 +80,11 @@ class LoadControl:
         if grant.packed_slots:
             load.send(Progress(grant.lease_id, 0, grant.packed_slots))
         self._state.fetcher.begin(load)
+
+
+def _found(state: NodeState, chain: BlockHashes, until_s: float) -> Found:
+    found = lookup_all(state, chain, until_s)
+    return Found(found, num_disk=state.pool_service.lookup_disk(chain, found[0][1]))
 
 
 def lookup_all(state: NodeState, chain: BlockHashes, until_s: float = math.inf) -> list[tuple[str, int]]:

@@ -6,7 +6,9 @@ A closed connection does not end it: the peer's mover may still be reading.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvstore.blocks.codec import decode_id, encode
@@ -16,13 +18,16 @@ from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import clip
 from kvstore.config import StoreConfig
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
+from kvstore.node.later import answer_all
 from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.remote.answers import bytes_in
-from kvstore.remote.messages import PeerGrant, PeerTransport, decode_peer_lease
+from kvstore.remote.load import Load
+from kvstore.remote.messages import PeerGrant, PeerLease, PeerTransport, decode_peer_lease
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Message, Op
-from kvstore.rpc.messages import OWNER_KEY_BYTES
+from kvstore.rpc.messages import OWNER_KEY_BYTES, Progress
+from kvstore.runtime import clock
 
 #: Peers may always ask for this much.
 _LEAST_MOST_TTL_S = 60.0
@@ -39,6 +44,7 @@ class PeerControl:
     def __init__(self, state: NodeState, wake: Callable[[], None]) -> None:
         self._state, self._service, self._wake = state, state.pool_service, wake
         self._leases: dict[int, float] = {}
+        self._numbers = itertools.count(1)
         self.routes: dict[Op, Handler] = {
             Op.PEER_LEASE: self._lease,
             Op.PEER_RELEASE: self._release_lease,
@@ -67,7 +73,7 @@ class PeerControl:
         for lease_id in [i for i, deadline_s in list(self._leases.items()) if deadline_s < now_s]:
             self.ended(lease_id)
 
-    def _lease(self, connection: Connection, message: Message) -> bytes:
+    def _lease(self, connection: Connection, message: Message) -> bytes | None:
         state, service, owner = self._state, self._service, connection.owner
         wanted = decode_peer_lease(message.payload)
         if service.is_closed_to_peers:
@@ -80,6 +86,58 @@ class PeerControl:
         namespace = wanted.chain.namespace
         if wanted.namespace_version > state.versions.get(namespace):
             service.hear_clearing(namespace, wanted.namespace_version)
+        version, own = state.versions.get(namespace), state.mover.own
+        if service.is_attached and own is not None and version == wanted.namespace_version:
+            num_local = service.current.lookup(wanted.chain)
+            if num_disk := service.lookup_disk(wanted.chain, num_local):
+                self._bring(connection, message, wanted, num_local + num_disk)
+                return None
+        return self._granted(owner, wanted)
+
+    def _bring(self, connection: Connection, message: Message, wanted: PeerLease, num_blocks: int) -> None:
+        """Bring blocks of this node's disk into its memory, and answer then: peers read memory only.
+
+        Half of the time that the peer waits is the limit; what has come until then is granted.
+        """
+        state, service, numbers = self._state, self._service, self._numbers
+        chain, owner, asked = (
+            wanted.chain.head(num_blocks),
+            f"bring-{next(numbers)}",
+            (connection, message.op, message.request),
+        )
+        namespace, deadline_s = chain.namespace, clock.now_s() + state.config.call_timeout_s / 2
+        version_now = partial(state.versions.get, namespace)
+        version, pool = version_now(), service.current  # The version before the pin.
+        grant = pool.pin_prefix(chain, owner, deadline_s + state.config.call_timeout_s)
+
+        def answer(piece: Progress) -> None:
+            if piece.report is not None:
+                answer_all([asked], lambda: self._grant(connection.owner, wanted))
+                pool.release(grant.lease_id, owner)
+
+        load = Load(
+            chain=chain,
+            block_bytes=wanted.block_bytes,
+            owner=owner,
+            lease_id=grant.lease_id,
+            ttl_s=state.config.call_timeout_s,
+            deadline_s=deadline_s,
+            pool=pool,
+            version_now=version_now,
+            version=version,
+            send=answer,
+            is_open=lambda: not connection.closed,
+            num_ready=grant.num_blocks,
+            may_ask_peers=False,
+        )
+        state.fetcher.begin(load)
+
+    def _granted(self, owner: str, wanted: PeerLease) -> bytes:
+        return encode(self._grant(owner, wanted))
+
+    def _grant(self, owner: str, wanted: PeerLease) -> PeerGrant:
+        """Lease what is in memory to a peer."""
+        state, service, namespace = self._state, self._service, wanted.chain.namespace
         version, own = state.versions.get(namespace), state.mover.own
         grant = Grant()
         if service.is_attached and own is not None and version == wanted.namespace_version:
@@ -95,14 +153,12 @@ class PeerControl:
                 self.began(grant.lease_id, deadline_s)
             else:
                 service.current.release(grant.lease_id, owner)
-        return encode(
-            PeerGrant(
-                lease_id=grant.lease_id if grant.packed_slots else 0,
-                epoch=state.epoch,
-                namespace_version=version,
-                mover_generation=own.generation if own is not None else 0,
-                slots=ints_in(grant.packed_slots),
-            )
+        return PeerGrant(
+            lease_id=grant.lease_id if grant.packed_slots else 0,
+            epoch=state.epoch,
+            namespace_version=version,
+            mover_generation=own.generation if own is not None else 0,
+            slots=ints_in(grant.packed_slots),
         )
 
     def _transport(self, connection: Connection, message: Message) -> bytes:

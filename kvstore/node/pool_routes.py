@@ -26,7 +26,7 @@ class PoolRoutes:
     """
 
     def __init__(self, state: NodeState) -> None:
-        self._service, self._hints = state.pool_service, state.hints
+        self._service, self._hints, self._disk = state.pool_service, state.hints, state.disk
         self.routes: dict[Op, Handler] = {
             Op.LOOKUP: self._lookup,
             Op.LEASE: self._lease,
@@ -43,7 +43,9 @@ class PoolRoutes:
         self._waiting: dict[int, tuple[float, Connection]] = {}
 
     def _lookup(self, connection: Connection, message: Message) -> bytes:
-        return encode(self._service.lookup(decode_chain(message.payload)))
+        chain = decode_chain(message.payload)
+        num_local = self._service.lookup(chain)
+        return encode((num_local, self._service.lookup_disk(chain, num_local)))
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         asked = decode_ask(message.payload)
@@ -112,6 +114,8 @@ class PoolRoutes:
     def wants_ticks(self) -> bool:
         """Return whether anything here or in the pool has a deadline or needs sweeping."""
         pool = self._service.current
+        if self._disk is not None and self._disk.has_cleared():
+            return True
         return bool(self._waiting) or pool.has_deadlines() or pool.has_cleared()
 
     def tick(self, now_s: float) -> None:
@@ -119,6 +123,8 @@ class PoolRoutes:
         pool = self._service.current
         pool.expire(now_s)
         pool.sweep()
+        if self._disk is not None:
+            self._disk.sweep()
         for watch_id, (deadline_s, connection) in list(self._waiting.items()):
             if deadline_s < now_s or connection.closed or not pool.is_watching(watch_id):
                 del self._waiting[watch_id]

@@ -23,6 +23,8 @@ from kvstore.bounds import (
     check_ttl,
 )
 from kvstore.config import StoreConfig
+from kvstore.disk.records import PAGE_BYTES
+from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreDraining, StoreUnavailable
 from kvstore.memory.presence import PresenceTable
 from kvstore.pool.pool import Pool
@@ -50,6 +52,7 @@ class PoolService:
         changed: blocks became findable or are no longer findable, or a namespace was cleared.
         wake: a deadline was set, or slots are to be swept, so the control thread has to look.
         divided: the arena was divided into this pool, with slots of this many bytes.
+        disk: the disk tier; None for a store without one.
     """
 
     def __init__(
@@ -62,11 +65,12 @@ class PoolService:
         changed: Callable[[], None],
         wake: Callable[[], None],
         divided: Callable[[Pool, int], None],
+        disk: DiskTier | None = None,
     ) -> None:
         self._node_id, self._config, self._epoch = node_id, config, epoch
         self._presence, self.versions = presence, versions
         self._changed, self._wake, self._divided = changed, wake, divided
-        self._attach_lock = threading.Lock()
+        self._disk, self._attach_lock = disk, threading.Lock()
         #: The pool of the arena; it has no slots until the first namespace attaches.
         self.current = Pool(0, epoch=epoch, clears=presence.clears)
         self.slot_bytes = 0
@@ -122,7 +126,9 @@ class PoolService:
 
     def _divide(self, block_bytes: int) -> None:
         config = self._config
-        slot_bytes = -(-block_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        # The disk writes from slots, and reads into them, without a copy: so they are whole pages.
+        alignment = SLOT_ALIGNMENT_BYTES if self._disk is None else PAGE_BYTES
+        slot_bytes = -(-block_bytes // alignment) * alignment
         num_slots = config.capacity_bytes // slot_bytes
         if num_slots < 2:
             raise ConfigError(
@@ -142,6 +148,7 @@ class PoolService:
             epoch=self._epoch,
             presence=self._presence.counts,
             clears=self._presence.clears,
+            on_published=_nothing if self._disk is None else self._disk.offer,
         )
         self.slot_bytes = slot_bytes
         self._divided(pool, slot_bytes)
@@ -179,8 +186,17 @@ class PoolService:
             raise StoreDraining(f"node {self._node_id} is being drained; use another node or undrain it")
 
     def lookup(self, chain: BlockHashes) -> int:
-        """Return how many leading blocks this node's workers can load; 0 while it is drained. No side effect."""
+        """Return how many leading blocks are in this node's memory for its workers; 0 while it is drained.
+
+        No side effect.
+        """
         return 0 if self.is_draining else self.current.lookup(chain)
+
+    def lookup_disk(self, chain: BlockHashes, num_local: int) -> int:
+        """Return how many blocks after those in memory are on this node's disk; 0 while it is off. No side effect."""
+        if self._disk is None or self.is_draining or num_local == len(chain):
+            return 0
+        return self._disk.lookup(chain.tail(num_local))
 
     def lease(self, chain: BlockHashes, owner: str, ttl_s: float) -> Grant:
         """Pin the readable prefix of a run for `ttl_s` seconds.
@@ -297,6 +313,8 @@ class PoolService:
         """
         cleared = self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0)
         self.current.sweep_all()
+        if self._disk is not None and not self._disk.wait_saved(self._config.disk_timeout_s):
+            logger.warning("namespace %s is cleared, but the disk does not keep that yet", namespace.hex()[:12])
         assert cleared is not None, "every version that is noted is above 0"
         return cleared
 
@@ -311,12 +329,24 @@ class PoolService:
             self._wake()
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
-        cleared = self.current.begin_clear(namespace, is_news)
+        def clear_disk() -> bool:
+            # In the step that clears the memory, so that no block survives on its way from one to the other.
+            if is_news():
+                if self._disk is not None:
+                    self._disk.clear(namespace)
+                return True
+            return False
+
+        cleared = self.current.begin_clear(namespace, clear_disk)
         if cleared is not None:
             # Even when no block was dropped: the directory notifies the stores that do not know the version yet.
             self._changed()
             logger.info("cleared namespace %s: %d blocks", namespace.hex()[:12], cleared)
         return cleared
+
+
+def _nothing(namespace: bytes, slots: list[int]) -> None:
+    """Without a disk tier, blocks that became readable concern nobody else."""
 
 
 def deadline_after(ttl_s: float, most_s: float = MAX_TTL_S) -> float:

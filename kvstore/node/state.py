@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.config import StoreConfig
+from kvstore.disk.tier import DiskTier
 from kvstore.memory.arena import Arena
 from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
@@ -33,7 +34,8 @@ class NodeState:
         threads: for work that has to wait.
         peers: the stores of other nodes; this store can be its own peer too.
         hints: the link to the directory.
-        fetcher: the loads that need peers.
+        fetcher: the loads that need peers, or the disk.
+        disk: the blocks on this node's disk; None for a store without a disk tier.
     """
 
     node_id: str
@@ -49,3 +51,4 @@ class NodeState:
     peers: PeerBook
     hints: Hints
     fetcher: Fetcher
+    disk: DiskTier | None = None

@@ -243,6 +243,19 @@ class BlockIndex:
             self._leave_parent(slot, space)
         return own
 
+    def discard(self, slot: int) -> bytes:
+        """Remove a ready block whatever hangs on it; return its hash, empty when the slot has no such block.
+
+        Its children stay, as orphans. The caller forgets the slot.
+        """
+        own, space = self.block_hash[slot], self.space[slot]
+        if space.is_cleared or space.ready.get(own) != slot:
+            return b""
+        if self.num_children[slot]:
+            space.orphans[own] = self.num_children[slot], self.depth[slot] + 1
+            self.num_children[slot] = 0
+        return self.evict(slot)
+
     def abort(self, slots: Sequence[int]) -> tuple[SlotList, list[bytes]]:
         """Remove blocks that are being written; return (their slots, their hashes). Skips other slots."""
         aborted, lost, block_hash, spaces = list[int](), list[bytes](), self.block_hash, self.space

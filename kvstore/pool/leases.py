@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.grants import Grant, PinKind
+from kvstore.blocks.grants import Grant, HeldBlock, PinKind
 from kvstore.bounds import MAX_HELD_BLOCKS, MAX_LEASES
 from kvstore.errors import LeaseReleased, PoolExhausted
 from kvstore.pool.owners import OwnedTable
@@ -61,6 +62,25 @@ class LeaseTable(OwnedTable[_Lease]):
         self.add(lease_id, lease)
         self.num_soft_pins += kind is PinKind.SOFT
         return Grant(lease_id, lease.slots.packed, lease.generations, num_refused, self._epoch)
+
+    def pin_slots(self, slots: list[int], namespace: bytes, owner: str) -> tuple[int, list[HeldBlock]]:
+        """Pin the slots that have readable blocks of a namespace, until they are released; see `Pool.hold`."""
+        table, index = self._table, self._table.index
+        space = index.space_of(namespace)
+        found = [
+            HeldBlock(slot, namespace, index.parent[slot], index.depth[slot], index.block_hash[slot])
+            for slot in slots
+            if space.ready.get(index.block_hash[slot]) == slot
+        ]
+        found = found[: max(self._max_pinned - table.columns.num_pinned, 0)]
+        if not found or len(self) >= MAX_LEASES:
+            return 0, []
+        listed = index.claims.listed([block.slot for block in found])
+        table.columns.pin(listed)
+        lease_id = self.new_id()
+        # No touch: to be copied to another tier is no use. So the time of the last one is not known here.
+        self.add(lease_id, _Lease(owner, math.inf, PinKind.LEASE, listed, table.columns.lives(listed), 0))
+        return lease_id, found
 
     def grow(self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float) -> Grant:
         """Pin the readable prefix of a chain under an existing lease, and renew that.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import count as count_from
 
 from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.grants import Grant, PinKind, PoolStats, StoreTicket
+from kvstore.blocks.grants import Grant, HeldBlock, PinKind, PoolStats, StoreTicket
 from kvstore.bounds import MAX_PARTS, check_count
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
@@ -49,6 +49,7 @@ class Pool:
         epoch: the life of this pool's store; a random one when None.
         presence: updated with the chains that begin here.
         clears: updated with the number of clearings per namespace; private when None.
+        on_published: called with the namespace and the slots of blocks that became readable, under the pool's lock.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Pool:
         epoch: bytes | None = None,
         presence: PresenceCounts | None = None,
         clears: ClearCounts | None = None,
+        on_published: Callable[[bytes, list[int]], None] = lambda namespace, slots: None,
     ) -> None:
         if num_slots < 0:
             raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")
@@ -75,7 +77,7 @@ class Pool:
         hard = most // 2 if max_hard_pinned is None else max_hard_pinned
         self.leases = LeaseTable(self.table, most, hard, self.epoch, new_id)
         self._clears = ClearCounts() if clears is None else clears
-        self.writes = WriteTable(self.table, self.epoch, new_id, self.watches.settled, self._clears)
+        self.writes = WriteTable(self.table, self.epoch, new_id, self.watches.settled, self._clears, on_published)
         self.new_id = new_id
 
     def _step(self, name: str) -> threading.Lock:
@@ -133,6 +135,28 @@ class Pool:
                 "release leases or pins, or raise max_pinned_fraction or max_hard_pinned_fraction"
             )
         return Grant(epoch=self.epoch)
+
+    def hold(self, slots: list[int], namespace: bytes, owner: str) -> tuple[int, list[HeldBlock]]:
+        """Pin blocks named by their slots, to copy them to another tier. This counts as no use of them.
+
+        Args:
+            slots: in any order, each named once; those without a readable block of `namespace` are left out.
+            namespace: of the blocks.
+            owner: of the lease; only this owner can release it.
+
+        Returns:
+            The lease, and the pinned blocks as far as the budget of pins has room; (0, []) when there is none.
+        """
+        with self._step("hold"):
+            return self.leases.pin_slots(slots, namespace, owner)
+
+    def discard(self, slots: list[int]) -> int:
+        """Take readable blocks out of the pool because their bytes turned out bad; return how many there were.
+
+        Blocks that hang on them stay. Each slot becomes free after its last reader.
+        """
+        with self._step("discard"):
+            return self.table.discard(slots)
 
     def renew(self, lease_id: int, owner: str, deadline_s: float, *, epoch: bytes | None = None) -> bool:
         """Move a lease's deadline later, never earlier; False when `owner` does not hold it in this epoch."""
@@ -411,6 +435,14 @@ class Pool:
         with self._lock:
             self.table.index.events.take()
             return [own for space in self.table.index.spaces.values() for own in space.ready]
+
+    def present(self, hashes: list[bytes]) -> set[bytes]:
+        """Return those of these hashes that can be found, in whatever namespace."""
+        if not hashes:
+            return set()
+        with self._lock:
+            spaces = self.table.index.spaces.values()
+            return {own for own in hashes if any(own in space.ready for space in spaces)}
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""

@@ -134,6 +134,19 @@ class SlotTable:
         self.eviction.freed(aborted)
         return lost
 
+    def discard(self, slots: list[int]) -> int:
+        """Take blocks out whose bytes are bad; each slot becomes free after its last reader. Return how many."""
+        found = [(own, slot) for slot in slots if (own := self.index.discard(slot))]
+        if found:
+            gone = [slot for _, slot in found]
+            self.index.events.add(False, [own for own, _ in found])
+            listed = SlotList.of(gone)
+            self.index.forget(listed)
+            self.index.shorten()
+            self.eviction.freed(listed)
+            self.columns.clear(gone, listed)
+        return len(found)
+
     def unpin(self, slots: SlotList, stamp: int) -> None:
         """Remove a reader from each slot; `stamp` is of the first touch since that reader came."""
         self.columns.unpin(slots)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
+from typing import Protocol
 
 from kvstore.blocks.chain import HASH_BYTES
 from kvstore.blocks.codec import U64, Digest, Record, decoder
-from kvstore.pool.pool import Pool
 
 #: Most blocks of one message: 512 KiB of hashes, which the directory processes in some milliseconds.
 PIECE_BLOCKS = 1 << 14
@@ -38,6 +38,16 @@ class Batch(Record, frozen=True, kw_only=True):
 decode_batch = decoder(Batch)
 
 
+class Blocks(Protocol):
+    """The blocks of a node, whose changes are announced: a pool, or the pools of its tiers together."""
+
+    def drain_events(self) -> list[tuple[bool, bytes]] | None:
+        """Return and forget the changes since the last call; None if they were too many. See `Pool.drain_events`."""
+
+    def resident_hashes(self) -> list[bytes]:
+        """Return all hashes, and forget pending changes."""
+
+
 class Announcements:
     """Cut the blocks of a pool, and their changes, into batches of bounded size.
 
@@ -50,7 +60,7 @@ class Announcements:
 
     def __init__(self, piece_blocks: int = PIECE_BLOCKS) -> None:
         self._piece_blocks = piece_blocks
-        self._pool: Pool | None = None
+        self._pool: Blocks | None = None
         self._is_full_wanted = True
         self._sequence = 0
         # Blocks that changed and were not announced yet: True if the block is here now.
@@ -59,9 +69,9 @@ class Announcements:
         self._rest: set[bytes] | None = None
         self._has_lost_changes = False
 
-    def follow(self, pool: Pool | None) -> None:
-        """Announce the blocks of `pool` from now on; none if `pool` is None."""
-        self._pool, self._is_full_wanted = pool, True
+    def follow(self, blocks: Blocks | None) -> None:
+        """Announce these blocks from now on; none if it is None."""
+        self._pool, self._is_full_wanted = blocks, True
 
     def begin_connection(self) -> None:
         """Start again with a full announcement, numbered from 1: earlier batches no longer count."""

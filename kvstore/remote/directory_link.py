@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
-from kvstore.pool.pool import Pool
-from kvstore.remote.announcements import Announcements
+from kvstore.remote.announcements import Announcements, Blocks
 from kvstore.remote.peers import PeerAddress
 from kvstore.remote.sole_node import Solitude
 from kvstore.remote.versions import NamespaceVersions, decode_versions
@@ -91,6 +90,8 @@ class Hints:
         self._is_only = False
         self._solitude = Solitude(say_alone)
         self.ask_after_s = 0.0
+        #: Set when the directory has answered for the first time: from then on this store knows what was cleared.
+        self.has_met = threading.Event()
         self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
         self.thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
 
@@ -104,9 +105,9 @@ class Hints:
         self.publish_soon(done.set)
         done.wait(timeout_s)
 
-    def follow(self, pool: Pool | None) -> None:
-        """Publish the blocks of `pool` from now on. If it is None, the directory forgets this node's blocks."""
-        self._announcements.follow(pool)
+    def follow(self, blocks: Blocks | None) -> None:
+        """Publish these blocks from now on. If it is None, the directory forgets this node's blocks."""
+        self._announcements.follow(blocks)
         self.publish_soon()
 
     def publish_soon(self, then: Callable[[], None] | None = None) -> None:
@@ -278,6 +279,7 @@ class Hints:
             return False
         self._told = told
         self.versions.hear_all(news, self._clear)
+        self.has_met.set()
         return True
 
 

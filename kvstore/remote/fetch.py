@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -10,7 +11,18 @@ from functools import partial
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.config import StoreConfig
-from kvstore.errors import InvalidRequest, KVStoreError, PeerLost, StoreUnavailable, TransferError, TransferTimeout
+from kvstore.disk.tier import DiskTier
+from kvstore.errors import (
+    DiskUnavailable,
+    InvalidRequest,
+    KVStoreError,
+    LeaseError,
+    PeerLost,
+    PoolExhausted,
+    StoreUnavailable,
+    TransferError,
+    TransferTimeout,
+)
 from kvstore.mover.link import MoverLink
 from kvstore.remote.covered_read import is_quarantine_full
 from kvstore.remote.directory_link import Hints
@@ -18,7 +30,7 @@ from kvstore.remote.load import Load
 from kvstore.remote.messages import PeerLease
 from kvstore.remote.peer_read import PeerRead, ReadContext
 from kvstore.remote.peers import PeerBook, call_s
-from kvstore.remote.single_flight import Flights
+from kvstore.remote.single_flight import Flight, Flights
 from kvstore.runtime import clock
 from kvstore.runtime.store_threads import StoreThreads
 from kvstore.runtime.thread_pool import ThreadPool
@@ -45,6 +57,7 @@ class Fetcher:
         mover: runs the READs.
         threads: for leases that are given back late.
         adopt_version: called when a peer knows of a later clearing of a namespace.
+        disk: of this node; asked before any peer.
     """
 
     def __init__(
@@ -55,7 +68,9 @@ class Fetcher:
         mover: MoverLink,
         threads: StoreThreads,
         adopt_version: Callable[[bytes, int], object],
+        disk: DiskTier | None = None,
     ) -> None:
+        self._disk = disk
         self._hints, self._peers, self._mover, self._adopt_version = hints, peers, mover, adopt_version
         self._threads = ThreadPool(_NUM_THREADS, "raykv-fetch")
         self.flights = Flights(self._submit)
@@ -112,20 +127,54 @@ class Fetcher:
             if flight is None:
                 return None
             try:
-                reason = self._ask_a_peer(load, rest)
+                reason = "" if self._read_disk(load, rest) else self._ask_a_peer(load, rest)
             finally:
                 self.flights.leave([rest.hash_at(0)], flight)
             if reason and load.num_ready < len(load.chain):
                 return reason
         return ""
 
+    def _read_disk(self, load: Load, rest: BlockHashes) -> bool:
+        """Read from this node's disk; return whether blocks came."""
+        disk, before = self._disk, load.num_ready
+        # A second try at the same block would mostly fail for the same reason.
+        if disk is None or load.disk_tried_at == before or not disk.lookup(rest.head(1)):
+            return False
+        load.disk_tried_at, num_disk = before, load.report.num_disk
+        flight, entered = Flight(), list[bytes]()
+
+        def claimed(hashes: list[bytes]) -> None:
+            entered.extend(self.flights.enter(hashes, flight))
+
+        def ready(reached: int, num_read: int) -> None:
+            load.report.num_disk = num_disk + num_read
+            self._context.announce()
+            with contextlib.suppress(LeaseError):  # The client of the load left before its blocks came.
+                load.pin_more(before + reached)
+
+        try:
+            read = disk.read(rest, ready, claimed)
+            if read is None:
+                return load.pin_more() > 0
+            if not read.wait(load.deadline_s):
+                load.fell_short = "timeout: the disk did not answer in time; what it still brings is kept"
+            elif read.reason:
+                load.fell_short = read.reason
+        except DiskUnavailable as error:
+            load.fell_short = f"not_found: {error}"
+        except PoolExhausted:
+            load.fell_short = "pool_full"
+        finally:
+            self.flights.leave(entered, flight)
+        return load.num_ready > before
+
     def _ask_a_peer(self, load: Load, rest: BlockHashes) -> str:
         """Fetch from the best peer not tried yet; return the reason to stop, or ""."""
         # The block may have arrived since the load began. Mostly it has not, and a lookup is cheaper than a pin.
         if load.pool.lookup(rest.head(1)) and load.pin_more():
             return ""
-        if len(load.tried) >= _MAX_PEERS_PER_LOAD:
-            return "not_found"
+        if not load.may_ask_peers or len(load.tried) >= _MAX_PEERS_PER_LOAD:
+            return load.fell_short or "not_found"
         hints = remembered = self._hints.recall(rest.hash_at(0))
         if not remembered:
             load.report.num_locate_calls += 1

@@ -44,6 +44,10 @@ class Load:
     send: Callable[[Progress], object]
     is_open: Callable[[], bool] = lambda: True
     num_ready: int = 0
+    #: Whether other nodes may be asked; if not, only the disk of this node is.
+    may_ask_peers: bool = True
+    #: Where in the chain the disk was asked last.
+    disk_tried_at: int = -1
     is_ended: bool = False
     #: Called once, just before the client gets its last message.
     on_end: Callable[[], object] = lambda: None
@@ -89,5 +93,5 @@ class Load:
         self.is_ended = is_last
         if is_last:
             self.on_end()
-        self.report.num_peer = self.num_ready - self.report.num_local
+        self.report.num_peer = max(self.num_ready - self.report.num_local - self.report.num_disk, 0)
         self.send(Progress(self.lease_id, first, packed_slots, self.report if is_last else None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import msgspec
 
@@ -86,10 +87,12 @@ class Found(Record, frozen=True):
     Args:
         nodes: (node, leading blocks of the run that it has).
         only: the only node that has any blocks, as far as the directory knows.
+        num_disk: blocks after those in its memory that the caller's own node has on disk.
     """
 
     nodes: list[tuple[NodeId, U64]]
     only: str = ""
+    num_disk: U64 = 0
 
 
 class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -107,6 +110,7 @@ class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_field
         num_lease_calls: how often a peer was asked for a lease.
         note: why a hand-off did not use the faster way.
         waited_s: how long a fetch had waited here before its blocks were claimed; the claim was made no earlier.
+        num_disk: blocks that were read from this node's disk.
     """
 
     num_local: U64 = 0
@@ -120,6 +124,7 @@ class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_field
     num_lease_calls: U64 = 0
     note: str = ""
     waited_s: float = 0.0
+    num_disk: U64 = 0
 
 
 class Progress(Record, frozen=True):
@@ -163,6 +168,8 @@ decode_prepare = decoder(Prepare)
 decode_write_end = decoder(WriteEnd)
 decode_renew = decoder(Renew)
 decode_found = decoder(Found)
+#: Of LOOKUP: leading blocks in this node's memory, and those after them on its disk.
+decode_held: Callable[[bytes], tuple[int, int]] = decoder(tuple[U64, U64])
 decode_grant = decoder(Grant)
 decode_ticket = decoder(StoreTicket)
 decode_progress = decoder(Progress)

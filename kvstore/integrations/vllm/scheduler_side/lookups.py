@@ -174,7 +174,7 @@ class Lookups:
                 if not first.num_blocks:
                     return
             hashes = question.hash_all()
-            question.num_blocks = client.lookup(hashes, remote=False, timeout_s=wait_s).num_local
+            question.num_blocks = client.lookup(hashes, remote=False, timeout_s=wait_s).num_here
             if question.num_blocks == len(hashes) or not is_remote:
                 return
             question.num_blocks = client.lookup(hashes, timeout_s=wait_s).num_blocks

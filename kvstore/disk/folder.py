@@ -1,0 +1,236 @@
+"""Choose the folder of a disk tier, lock it, and keep its label. No file of another program is ever changed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+import stat
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from kvstore.blocks.shape import BLOCK_ORDER_VERSION
+from kvstore.bounds import clip
+from kvstore.disk.records import TIER_ID_BYTES
+from kvstore.errors import ConfigError
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+LABEL, LOCK, SLOTS, INDEX, VERSIONS = "tier.json", "lock", "slots.bin", "index.bin", "versions.json"
+_MAGIC = "raykv disk tier"
+_OURS = {LABEL, LOCK, SLOTS, INDEX, VERSIONS}
+_TEMPORARY = ".new"
+#: Node stores of one host that may share a path; each has a folder of its own.
+_MOST_STORES = 64
+#: How long a store waits for the one before it on the same node, which is just ending.
+_WAIT_S, _LOOK_AGAIN_S = 10.0, 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """The first file that a store reads in its folder. It says how to read the others.
+
+    Args:
+        tier_id: of this set of files, hexadecimal; every record repeats it.
+        slot_bytes: bytes of a slot in memory; on disk a page more.
+        num_slots: number of slots in the slot file.
+        block_order: version of the byte order of blocks.
+        format: version of these files.
+        magic: says that the folder is a tier's.
+    """
+
+    tier_id: str
+    slot_bytes: int
+    num_slots: int
+    block_order: int = BLOCK_ORDER_VERSION
+    format: int = FORMAT
+    magic: str = _MAGIC
+
+
+class Folder:
+    """One locked folder. While it is open, no other store uses it."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path, self._lock_fd = path, lock_fd
+
+    def label(self) -> Label | None:
+        """Return the label, or None if there is none or it is of another version of the files.
+
+        Raises:
+            ConfigError: there is a file in its place that no store wrote.
+        """
+        file = self.path / LABEL
+        try:
+            values = json.loads(file.read_bytes())
+            if not isinstance(values, dict) or values.get("magic") != _MAGIC:
+                raise ValueError("it names no disk tier")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{file}: wanted the label of a disk tier, got a file that is none ({error}); give disk_path= another "
+                "folder, or remove the file if it is of a damaged tier"
+            ) from error
+        if values.get("format") != FORMAT:
+            return None
+        try:
+            label = Label(**values)
+            bytes.fromhex(label.tier_id)
+        except (TypeError, ValueError):
+            return None
+        is_whole = isinstance(label.slot_bytes, int) and isinstance(label.num_slots, int)
+        return label if is_whole and len(label.tier_id) == 2 * TIER_ID_BYTES else None
+
+    def begin(self, slot_bytes: int, num_slots: int) -> tuple[Label, str]:
+        """Return the label for slots of this size, and why the tier begins empty; "" if it keeps its blocks.
+
+        Raises:
+            ConfigError: as for `label`.
+            OSError: the label cannot be written.
+        """
+        old, why = self.label(), ""
+        if old is None:
+            has_any = any((self.path / name).exists() for name in (SLOTS, INDEX))
+            why = "its files are of another version" if has_any else "it is new"
+        elif old.slot_bytes != slot_bytes:
+            why = f"its slots have {old.slot_bytes} bytes, this store's have {slot_bytes}"
+        elif old.block_order != BLOCK_ORDER_VERSION:
+            why = f"its blocks are in byte order {old.block_order}, this store's in {BLOCK_ORDER_VERSION}"
+        if why:
+            for name in (LABEL, INDEX, SLOTS):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.path / name).unlink()
+            old = Label(tier_id=secrets.token_hex(TIER_ID_BYTES), slot_bytes=slot_bytes, num_slots=num_slots)
+        assert old is not None
+        label = replace(old, num_slots=num_slots)
+        write_whole(self.path / LABEL, json.dumps(asdict(label), indent=1).encode())
+        return label, why
+
+    def close(self) -> None:
+        """Let the folder go; call this once."""
+        os.close(self._lock_fd)
+
+
+def open_folder(root: str, store: str, node_id: str, num_bytes: int, wait_s: float = _WAIT_S) -> Folder:
+    """Lock the first folder below `root` that no other living store has: `<store>-0`, `<store>-1`, and so on.
+
+    Several node stores of one host get different ones. After a restart a store gets an earlier folder again, with the
+    blocks that are in it: they are found by their hashes, whichever store wrote them.
+
+    Args:
+        root: an absolute path; made if it is not there.
+        store: name of the store.
+        node_id: of this store; a folder that the same node's last store has not let go yet is waited for.
+        num_bytes: room that the tier needs.
+        wait_s: how long to wait for that.
+
+    Raises:
+        ConfigError: the path cannot be used, has too little room, or holds files that are not a tier's.
+    """
+    base = Path(root)
+    if not base.is_absolute():
+        raise ConfigError(f"disk_path: wanted an absolute path, got {clip(root)}; the stores of all nodes use it")
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _lock_first(base, store, node_id, num_bytes, clock.now_s() + wait_s)
+    except OSError as error:
+        raise ConfigError(
+            f"disk_path: wanted a folder that user {os.geteuid()} can write, got {clip(root)}: {error}; give another "
+            "path, or make it writable"
+        ) from error
+
+
+def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: float) -> Folder:
+    for number in range(_MOST_STORES):
+        path = base / f"{store}-{number}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        info = path.lstat()
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise ConfigError(
+                f"{path}: wanted a folder of user {os.geteuid()} with mode 0700, got mode {info.st_mode & 0o7777:o} of "
+                f"user {info.st_uid}; remove it, or give disk_path= another folder"
+            )
+        lock_fd = _lock(path / LOCK, node_id, until_s)
+        if lock_fd is None:
+            continue
+        try:
+            _check_ours(path)
+            _check_room(path, num_bytes)
+            Folder(path, lock_fd).label()
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return Folder(path, lock_fd)
+    raise ConfigError(f"disk_path: wanted at most {_MOST_STORES} stores below {base}, got one more; give another path")
+
+
+def _lock(path: Path, node_id: str, until_s: float) -> int | None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # The store before this one may still be ending; another node's store is not waited for.
+                if os.pread(fd, 256, 0).decode(errors="replace") != node_id or clock.now_s() > until_s:
+                    os.close(fd)
+                    return None
+                time.sleep(_LOOK_AGAIN_S)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, node_id.encode(), 0)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    return fd
+
+
+def _check_ours(path: Path) -> None:
+    names = {entry.name for entry in path.iterdir()}
+    strange = sorted(names - _OURS - {name + _TEMPORARY for name in _OURS})
+    if strange:
+        raise ConfigError(
+            f"{path}: wanted an empty folder or a disk tier, got other files ({clip(strange[0])}); give disk_path= "
+            "another folder; nothing was changed"
+        )
+
+
+def _check_room(path: Path, num_bytes: int) -> None:
+    own = sum((path / name).stat().st_blocks * 512 for name in (SLOTS, INDEX) if (path / name).exists())
+    info = os.statvfs(path)
+    room = info.f_bavail * info.f_frsize + own
+    if num_bytes > room:
+        raise ConfigError(
+            f"disk_capacity_bytes: wanted room for {num_bytes} bytes at {path}, got {room}; lower it, free disk space, "
+            "or give another disk_path="
+        )
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a small file at once: after a crash it has the old or the new content, never a part.
+
+    Raises:
+        OSError: it cannot be written; the old file is still there.
+    """
+    new = path.with_name(path.name + _TEMPORARY)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.write(fd, data) != len(data):
+            raise OSError(f"{new}: not all of {len(data)} bytes were written")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(new, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,63 @@
+"""Fill the pool of a disk tier from its index file, when a store begins."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.indexes import ints_in
+from kvstore.disk.places import Places
+from kvstore.disk.records import Record, hashes_of, runs_of
+from kvstore.errors import KVStoreError
+from kvstore.pool.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+OWNER = "disk-restore"
+
+
+def usable(
+    records: Sequence[Record], num_places: int, slot_bytes: int, version_of: Callable[[bytes], int]
+) -> list[Record]:
+    """Return the records whose blocks may be used: whole, not cleared since, and the newest of each block."""
+    newest: dict[bytes, Record] = {}
+    for record in records:
+        if (
+            record.place >= num_places
+            or record.num_bytes > slot_bytes
+            or record.version != version_of(record.namespace)
+        ):
+            continue
+        other = newest.get(record.block_hash)
+        if other is None or other.generation < record.generation:
+            newest[record.block_hash] = record
+    return list(newest.values())
+
+
+def restore(pool: Pool, places: Places, records: Sequence[Record]) -> int:
+    """Make blocks of the disk findable; return how many. The pool is empty, and nothing else uses it yet.
+
+    The runs that were written last are claimed last, so that they are evicted last.
+    """
+    spaces: dict[bytes, list[Record]] = defaultdict(list)
+    for record in records:
+        spaces[record.namespace].append(record)
+    runs = [run for blocks in spaces.values() for run in runs_of(blocks)]
+    # A run comes after the one that it hangs on, because that was written before.
+    runs.sort(key=lambda run: run[-1].generation)
+    num_restored = 0
+    for run in runs:
+        first = run[0]
+        try:
+            chain = BlockHashes(first.namespace, first.parent, first.depth, hashes_of(run))
+            ticket = pool.prepare_store(chain, OWNER, needs_parent=False)
+        except KVStoreError as error:
+            logger.warning("blocks of the disk are left out: %s", error)
+            continue
+        slots, indexes = ints_in(ticket.packed_slots).tolist(), ints_in(ticket.packed_indexes).tolist()
+        for slot, index in zip(slots, indexes, strict=True):
+            places.assign(slot, run[index])
+        num_restored += pool.complete_store(ticket.write_id, OWNER) if ticket.write_id else 0
+    return num_restored

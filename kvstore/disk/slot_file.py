@@ -1,0 +1,111 @@
+"""Read and write blocks in the slot file, past the page cache where the file system can (O_DIRECT).
+
+A slot of the file is a page with the block's record, and the bytes of a slot of memory. Both move with one call, to and
+from the arena itself: no byte is copied on the way. Neighbouring slots move together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore.disk.records import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+#: Most buffers of one call; Linux takes 1,024.
+MOST_BUFFERS = 512
+
+
+class SlotFile:
+    """The preallocated file of slots. Any thread may call; each call blocks until the disk has answered.
+
+    Args:
+        path: of the file; made, or extended, to hold all slots.
+        slot_bytes: bytes of a slot in memory, a multiple of `PAGE_BYTES`.
+        num_slots: number of slots.
+
+    Raises:
+        OSError: the file cannot be opened, or the disk has no room for it.
+    """
+
+    def __init__(self, path: Path, slot_bytes: int, num_slots: int) -> None:
+        assert slot_bytes % PAGE_BYTES == 0, "the arena's slots are aligned to pages when there is a disk tier"
+        self.slot_bytes, self.num_slots, self.stride_bytes = slot_bytes, num_slots, PAGE_BYTES + slot_bytes
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.fd, self.is_direct = _open(path, flags)
+        try:
+            num_bytes = num_slots * self.stride_bytes
+            #: Bytes of it that were there before.
+            self.old_bytes = os.fstat(self.fd).st_size
+            if self.old_bytes > num_bytes:
+                os.ftruncate(self.fd, num_bytes)
+            os.posix_fallocate(self.fd, 0, num_bytes)
+            if self.is_direct and not self._can_read_direct():
+                os.close(self.fd)
+                self.fd, self.is_direct = os.open(path, flags, 0o600), False
+        except BaseException:
+            os.close(self.fd)
+            raise
+        if not self.is_direct:
+            logger.info("%s: the file system has no O_DIRECT; blocks go through the page cache", path)
+
+    def _can_read_direct(self) -> bool:
+        # Some file systems take the flag when a file is opened, and refuse the first read.
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            try:
+                os.preadv(self.fd, [page], 0)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                return False
+        return True
+
+    def write(self, first: int, buffers: Sequence[memoryview | mmap.mmap]) -> None:
+        """Write neighbouring slots: of each its page with the record, then its bytes, perhaps not to the slot's end.
+
+        Raises:
+            OSError: the disk refused, or took a part only.
+        """
+        at = first * self.stride_bytes
+        wanted = sum(len(buffer) for buffer in buffers)
+        if (got := os.pwritev(self.fd, buffers, at)) != wanted:
+            raise OSError(errno.EIO, f"wrote {got} of {wanted} bytes at slot {first}")
+
+    def read(self, first: int, buffers: Sequence[memoryview | mmap.mmap]) -> None:
+        """Read neighbouring slots into the same kind of buffers.
+
+        Raises:
+            OSError: the disk refused, or the file ends before.
+        """
+        at = first * self.stride_bytes
+        wanted = sum(len(buffer) for buffer in buffers)
+        if (got := os.preadv(self.fd, buffers, at)) != wanted:
+            raise OSError(errno.EIO, f"read {got} of {wanted} bytes at slot {first}")
+
+    def sync(self) -> None:
+        """Have the disk keep what was written, also without power.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        """Close the file; call this once, when no call runs any more."""
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o600), False

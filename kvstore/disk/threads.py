@@ -1,0 +1,195 @@
+"""Run the operations of a disk on few threads: reads before writes, each with a time limit.
+
+A call to the system that hangs cannot be ended. So an operation that is overdue turns the disk off, the waiting ones
+fail at once, and the store continues without its disk. When the call returns after all, the disk may be tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.disk.breaker import Breaker
+from kvstore.errors import DiskUnavailable, KVStoreError
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+#: How often operations that run are compared with their time limit.
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """A read of the disk.
+
+    Args:
+        run: blocks until the disk has answered; raises OSError when it refuses.
+        on_end: called once with the error, or None; on a thread of the disk, or on the caller's.
+    """
+
+    run: Callable[[], None]
+    on_end: Callable[[Exception | None], None]
+
+
+class DiskThreads:
+    """The threads of one disk. Any thread may call.
+
+    Args:
+        write_some: writes some of what waits, and returns False if nothing did. At most half of the threads write at
+            once, so that a read never waits behind all of them. Raises OSError when the disk refuses.
+        timeout_s: after this long, an operation counts as hanging.
+        num_threads: at least 2.
+        on_off: called, without a lock, when the disk was turned off.
+    """
+
+    def __init__(
+        self,
+        write_some: Callable[[], bool],
+        timeout_s: float,
+        num_threads: int = 4,
+        on_off: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._write_some, self._timeout_s, self._on_off = write_some, timeout_s, on_off
+        self._most_writing = num_threads // 2
+        self._condition = threading.Condition()
+        self.breaker = Breaker()
+        self._reads: deque[Read] = deque()
+        #: When each operation that runs was begun, by thread.
+        self._running: dict[int, float] = {}
+        self._num_writing = 0
+        self._has_writes = self._is_closed = False
+        # Daemons: one that hangs must not keep the process.
+        self.threads = [
+            threading.Thread(target=self._serve, name=f"raykv-disk-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        self.threads.append(threading.Thread(target=self._watch, name="raykv-disk-watch", daemon=True))
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self.threads:
+            thread.start()
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the disk is not asked now."""
+        with self._condition:
+            return self._is_closed or self._is_off()
+
+    def _is_off(self) -> bool:
+        now_s = clock.now_s()
+        return self.breaker.is_off(now_s) or any(
+            now_s > began_s + self._timeout_s for began_s in self._running.values()
+        )
+
+    def read(self, reads: list[Read]) -> None:
+        """Queue reads, the first first.
+
+        Raises:
+            DiskUnavailable: the disk is off, or the store ends; none was queued.
+        """
+        with self._condition:
+            if self._is_closed or self._is_off():
+                raise DiskUnavailable(f"the disk is off: {self.breaker.reason or 'the store ends'}; it is tried again")
+            self._reads += reads
+            self._condition.notify(len(reads))
+
+    def write_soon(self) -> None:
+        """Have `write_some` called; never waits for the disk."""
+        with self._condition:
+            if not self._has_writes:
+                self._has_writes = True
+                self._condition.notify()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Take nothing more and wait for what runs; return whether all of it ended."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        self._fail_all(DiskUnavailable("the store ends"))
+        until_s = clock.now_s() + timeout_s
+        for thread in self.threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, until_s - clock.now_s()))
+        return not any(thread.is_alive() for thread in self.threads)
+
+    def _serve(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(self._has_work)
+                if self._is_closed:
+                    return
+                read = self._reads.popleft() if self._reads else None
+                if read is None:
+                    self._num_writing += 1
+                    self._has_writes = False
+                own = threading.get_ident()
+                self._running[own] = clock.now_s()
+            has_more = False
+            error: Exception | None = None
+            try:
+                if read is not None:
+                    read.run()
+                else:
+                    has_more = self._write_some()
+            except (OSError, KVStoreError) as raised:
+                error, has_more = raised, read is None
+            except Exception as raised:
+                logger.exception("an operation of the disk failed unexpectedly")
+                error = raised
+            went_off = False
+            with self._condition:
+                num_trips = self.breaker.num_trips
+                was_late = clock.now_s() > self._running.pop(own) + self._timeout_s
+                self._num_writing -= read is None
+                if isinstance(error, OSError):
+                    self.breaker.failed(error, clock.now_s())
+                    went_off = self.breaker.num_trips > num_trips
+                elif error is None and not was_late and (read is not None or has_more):
+                    self.breaker.passed()
+                self._has_writes |= has_more
+                self._condition.notify()
+            if read is not None:
+                with contextlib.suppress(Exception):
+                    read.on_end(error)
+            if went_off:
+                self._went_off()
+
+    def _has_work(self) -> bool:
+        if self._is_closed or self._reads:
+            return True
+        return self._has_writes and self._num_writing < self._most_writing and not self._is_off()
+
+    def _watch(self) -> None:
+        while True:
+            with self._condition:
+                if self._is_closed:
+                    return
+                self._condition.wait(_LOOK_S if self._running or self._has_writes or self._reads else None)
+                now_s = clock.now_s()
+                num_trips = self.breaker.num_trips
+                if any(now_s > began_s + self._timeout_s for began_s in self._running.values()):
+                    self.breaker.trip(f"the disk hangs: no answer in {self._timeout_s:g} s", now_s)
+                elif self._has_writes:
+                    self._condition.notify_all()  # The disk's rest may have passed.
+                went_off = self.breaker.num_trips > num_trips
+            if went_off:
+                self._went_off()
+
+    def _went_off(self) -> None:
+        reason = self.breaker.reason
+        self._fail_all(DiskUnavailable(f"the disk is off: {reason}"))
+        self._on_off(reason)
+
+    def _fail_all(self, error: DiskUnavailable) -> None:
+        with self._condition:
+            reads = list(self._reads)
+            self._reads.clear()
+        for read in reads:
+            with contextlib.suppress(Exception):
+                read.on_end(error)

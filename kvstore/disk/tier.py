@@ -1,0 +1,301 @@
+"""The disk tier of one node store (G3): what the store calls. docs/disk.md describes the files.
+
+The blocks on disk are in a pool of their own, under the same rules as those in memory: leases, generations, eviction of
+leaves before roots, clearing. Saves are written behind (kvstore.disk.writer), loads read blocks into slots of memory
+(kvstore.disk.reader). The disk may fail, fill up or hang: then the tier is off, with a reason, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from kvstore.blocks.chain import BlockHashes
+from kvstore.config import StoreConfig
+from kvstore.disk.admission import WriteBudget
+from kvstore.disk.context import TierContext
+from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
+from kvstore.disk.index_file import IndexFile
+from kvstore.disk.places import Places
+from kvstore.disk.reader import DiskRead, Reader
+from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
+from kvstore.disk.restore import restore, usable
+from kvstore.disk.slot_file import SlotFile
+from kvstore.disk.threads import DiskThreads
+from kvstore.disk.versions_file import VersionsKeeper, read_versions
+from kvstore.disk.writer import Writer
+from kvstore.errors import ConfigError, DiskUnavailable
+from kvstore.memory.presence import PresenceCounts
+from kvstore.pool.pool import Pool
+from kvstore.runtime import clock
+from kvstore.runtime.guard import LogLimit
+
+logger = logging.getLogger(__name__)
+
+_STOP_S = 2.0
+#: Blocks that may wait to be written, at most; a place in the queue costs some tens of bytes.
+_MOST_QUEUED = 1 << 16
+_NO_POOL = Pool(0)
+
+
+class DiskTier:
+    """The blocks on this node's disk. Any thread may call; only `admit_old`, `wait_saved` and `stop` wait.
+
+    The tier begins with `open`, which checks the path, and holds nothing until `attach` says how large slots are.
+    Blocks of an earlier store are found after `admit_old`, which waits for the directory: a namespace may have been
+    cleared while this node was away.
+
+    Args:
+        config: of the store.
+        node_id: of this node.
+        versions_now: returns the versions of all namespaces that this node knows were cleared.
+
+    Raises:
+        ConfigError: the path cannot be used, or has too little room.
+    """
+
+    def __init__(self, config: StoreConfig, node_id: str, versions_now: Callable[[], dict[bytes, int]]) -> None:
+        self._config = config
+        self._folder: Folder = open_folder(config.disk_path, config.name, node_id, config.disk_capacity_bytes)
+        try:
+            #: What was cleared, as the last store on this folder knew it.
+            self.old_versions = read_versions(self._folder.path / VERSIONS)
+        except OSError as error:
+            self._folder.close()
+            raise ConfigError(f"disk_path: wanted a readable file, got {error}; give another path") from error
+        except ConfigError:
+            self._folder.close()
+            raise
+        self._lock, self._log = threading.Lock(), LogLimit()
+        self._versions = VersionsKeeper(self._folder.path / VERSIONS, versions_now, self.old_versions)
+        #: Why the tier begins empty, or stays off for good.
+        self.note = self.why_off = ""
+        self.pool = _NO_POOL
+        self._is_admitted, self._is_stopped = False, False
+        self._context: TierContext | None = None
+        self._writer: Writer | None = None
+        self._reader: Reader | None = None
+        self._threads: DiskThreads | None = None
+        self.num_restored = 0
+
+    def attach(
+        self,
+        memory_pool: Pool,
+        memory: memoryview,
+        slot_bytes: int,
+        presence: PresenceCounts,
+        num_bytes_of: Callable[[bytes], int],
+        version_of: Callable[[bytes], int],
+        changed: Callable[[], object],
+    ) -> None:
+        """Divide the disk into slots. If the disk refuses, the tier stays off, and `why_off` says why.
+
+        Args:
+            memory_pool: of the arena.
+            memory: the arena.
+            slot_bytes: of its slots, a multiple of `PAGE_BYTES`.
+            presence: counts the first blocks of chains on this node.
+            num_bytes_of: returns the bytes of a block of a namespace.
+            version_of: returns the version of a namespace's last clearing.
+            changed: called when blocks became findable on the disk, or no longer are.
+        """
+        num_slots = self._config.disk_capacity_bytes // (PAGE_BYTES + slot_bytes + RECORD_BYTES)
+        try:
+            if num_slots < 2:
+                raise ConfigError(
+                    f"disk_capacity_bytes: wanted room for at least 2 blocks of {slot_bytes} bytes, got "
+                    f"{self._config.disk_capacity_bytes}; raise it"
+                )
+            label, self.note = self._folder.begin(slot_bytes, num_slots)
+            slots = SlotFile(self._folder.path / SLOTS, slot_bytes, num_slots)
+            try:
+                index = IndexFile(self._folder.path / INDEX, bytes.fromhex(label.tier_id), num_slots)
+            except BaseException:
+                slots.close()
+                raise
+        except (OSError, ConfigError) as error:
+            self.why_off = f"the disk tier cannot begin: {error}"
+            logger.error("%s; the store serves without it", self.why_off)
+            return
+        if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
+            self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
+        if self.note:
+            logger.info("disk tier %s: %s", self._folder.path, self.note)
+        pool = Pool(num_slots, presence=presence)
+        self._context = TierContext(
+            tier_id=bytes.fromhex(label.tier_id),
+            memory_pool=memory_pool,
+            memory=memory,
+            disk_pool=pool,
+            places=Places(num_slots),
+            slots=slots,
+            index=index,
+            version_of=version_of,
+            changed=changed,
+        )
+        self._threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
+        self._reader = Reader(self._context, self._threads)
+        self._writer = Writer(
+            self._context,
+            num_bytes_of,
+            min(_MOST_QUEUED, max(memory_pool.num_slots, 1)),
+            self._config.disk_admission == "second_use",
+            WriteBudget(self._config.disk_write_bytes_per_day, clock.now_s()),
+            self._config.disk_sync,
+            self._versions.save,
+            self._threads.write_soon,
+        )
+        self.pool = pool
+        self._threads.start()
+        self._versions.thread.start()
+
+    def admit_old(self) -> int:
+        """Make the blocks of an earlier store findable, and begin to write new ones. Return the number of the first.
+
+        Called once, on a thread that may wait for the disk, when this node knows what was cleared while it was away.
+        """
+        context = self._context
+        if context is None or self._is_admitted:
+            return 0
+        try:
+            records = usable(
+                context.index.read_all(),
+                min(context.slots.num_slots, context.slots.old_bytes // context.slots.stride_bytes),
+                context.slots.slot_bytes,
+                context.version_of,
+            )
+        except OSError as error:
+            self.why_off = f"the index of the disk tier cannot be read: {error}"
+            logger.error("%s; the store serves without it", self.why_off)
+            return 0
+        self.num_restored = restore(context.disk_pool, context.places, records)
+        self._is_admitted = True
+        if self.num_restored:
+            logger.info("disk tier %s: %d blocks of an earlier store", self._folder.path, self.num_restored)
+            context.changed()
+        if self._threads is not None:
+            self._threads.write_soon()
+        return self.num_restored
+
+    def offer(self, namespace: bytes, slots: list[int]) -> None:
+        """Note that blocks of memory became readable. Under the memory pool's lock, so nothing here waits."""
+        if self._writer is not None:
+            self._writer.offer(namespace, slots)
+
+    def used(self, namespace: bytes, slots: list[int]) -> None:
+        """Note that blocks of memory were read."""
+        if self._writer is not None:
+            self._writer.used(namespace, slots)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether blocks of the disk are misses now."""
+        return not self._is_admitted or self._is_stopped or self._threads is None or self._threads.is_off
+
+    def lookup(self, chain: BlockHashes) -> int:
+        """Return how many leading blocks of a run are on the disk; 0 while it is off. Changes nothing."""
+        return 0 if self.is_off else self.pool.lookup(chain)
+
+    def read(
+        self,
+        chain: BlockHashes,
+        on_ready: Callable[[int, int], object],
+        on_claim: Callable[[list[bytes]], object] = lambda hashes: None,
+    ) -> DiskRead | None:
+        """Begin to read the leading blocks of a run into memory; see `Reader.begin`.
+
+        Raises:
+            DiskUnavailable: the disk is off.
+            PoolExhausted: no slot of memory is free for a block.
+        """
+        if self._reader is None or self.is_off:
+            raise DiskUnavailable(f"the disk tier is off: {self.reason or 'it has not begun'}")
+        return self._reader.begin(chain, on_ready, on_claim)
+
+    def clear(self, namespace: bytes) -> None:
+        """Make all blocks of a namespace's group unfindable on the disk.
+
+        Called under the lock of the memory's pool, in the step that clears there: then no block that is on its way
+        from one to the other stays (kvstore.disk.writer, kvstore.disk.reader).
+        """
+        if self.pool.num_slots:
+            self.pool.begin_clear(namespace)
+        self._versions.save_soon()
+
+    def wait_saved(self, timeout_s: float) -> bool:
+        """Wait until the disk keeps the clearings that are known now; False when it did not in that time."""
+        return self._versions.wait(self._versions.save_soon(), timeout_s)
+
+    def sweep(self) -> None:
+        """Give some slots of cleared blocks back."""
+        self.pool.sweep()
+
+    def has_cleared(self) -> bool:
+        """Return whether `sweep` has something to do."""
+        return self.pool.has_cleared()
+
+    @property
+    def reason(self) -> str:
+        """Why the disk is off, or was off last; "" if it never was."""
+        if self.why_off or self._threads is None:
+            return self.why_off
+        return self._threads.breaker.reason
+
+    def _write_some(self) -> bool:
+        writer = self._writer
+        if writer is None or not self._is_admitted:
+            return False  # `admit_old` asks again.
+        writer.is_off = False  # A thread asks only while the disk is on.
+        return writer.write_some()
+
+    def _went_off(self, reason: str) -> None:
+        if self._writer is not None:
+            self._writer.is_off = True
+            self._writer.drop_all("off")
+        if self._log.passes():
+            logger.error("the disk tier is off: %s (%d more)", reason, self._log.take_held_back())
+
+    def stats(self) -> dict[str, Any]:
+        """Return the state and the counts."""
+        context, writer, reader, threads = self._context, self._writer, self._reader, self._threads
+        result: dict[str, Any] = {
+            "path": str(self._folder.path),
+            "is_off": self.is_off,
+            "reason": self.reason,
+            "note": self.note,
+            "num_restored": self.num_restored,
+        }
+        if context is None or writer is None or reader is None or threads is None:
+            return result
+        with reader.lock:
+            counts = asdict(reader.counts)
+        return {
+            **result,
+            "is_direct": context.slots.is_direct,
+            "num_queued": writer.num_queued,
+            "num_written": writer.counts.num_written,
+            "num_written_bytes": writer.counts.num_bytes,
+            "dropped": dict(writer.counts.dropped),
+            **counts,
+            "num_trips": threads.breaker.num_trips,
+            "pool": asdict(self.pool.stats()),
+        }
+
+    def stop(self) -> None:
+        """End the threads and let the folder go; may be called again. What still waits is not written."""
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+        self._versions.close()
+        if self._threads is not None and not self._threads.stop(_STOP_S):
+            # The folder stays locked as long as a call may still write to it: until this process ends.
+            logger.warning("the disk does not answer; its folder stays locked until this process ends")
+            return
+        if self._context is not None:
+            self._context.slots.close()
+            self._context.index.close()
+        self._folder.close()

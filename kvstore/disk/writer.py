@@ -1,0 +1,271 @@
+"""Write blocks of memory to the disk, behind the saves that brought them.
+
+A save never waits for the disk. Blocks that became readable are noted in a bounded queue. A thread of the disk pins
+some of them, writes record and bytes with one call, then the records of the index, and only then they can be found on
+the disk. What finds no room in the queue, was evicted before its turn, or exceeds the budget is left out, and counted.
+
+A clearing may come at any moment, so the count of clearings of the disk's pool is noted before a block of memory is
+pinned, and the claim on the disk is refused if it has changed since (docs/adr/0018-clearing-is-a-version.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.grants import HeldBlock, StoreTicket
+from kvstore.blocks.indexes import ints_in
+from kvstore.disk.admission import SeenFilter, WriteBudget
+from kvstore.disk.context import TierContext
+from kvstore.disk.places import neighbours
+from kvstore.disk.records import PAGE_BYTES, Record, checksum_of, pack_record
+from kvstore.disk.slot_file import MOST_BUFFERS
+from kvstore.errors import ChainBroken, PoolExhausted
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+OWNER = "disk-writer"
+#: Blocks and bytes that one turn of a thread writes, so that reads are not kept waiting.
+_MOST_BLOCKS, _MOST_BYTES = 256, 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Blocks that became readable: their slots of memory, and what was known of their namespace at that moment."""
+
+    namespace: bytes
+    slots: list[int]
+    num_clears: int
+    version: int
+
+
+@dataclass(slots=True)
+class WriterCounts:
+    """Blocks that were written, left out by reason, and the bytes."""
+
+    num_written: int = 0
+    num_bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class Writer:
+    """The queue of blocks to write, and their writing. `offer` never waits; `write_some` runs on threads of the disk.
+
+    Args:
+        context: of the tier.
+        num_bytes_of: returns the bytes of a block of a namespace.
+        most_queued: blocks that may wait.
+        second_use: write a block only when it is stored or used for the second time.
+        budget: of bytes.
+        sync: have the disk keep blocks, also without power, before they can be found.
+        before_write: called with a version before blocks stored under it are written; it makes clearings durable.
+        wake: has `write_some` called soon.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        num_bytes_of: Callable[[bytes], int],
+        most_queued: int,
+        second_use: bool,
+        budget: WriteBudget,
+        sync: bool,
+        before_write: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._context, self._num_bytes_of, self._most_queued = context, num_bytes_of, most_queued
+        self._sync, self._before_write, self._wake, self._budget = sync, before_write, wake, budget
+        self._seen = SeenFilter(max(4 * context.disk_pool.num_slots, 1 << 16)) if second_use else None
+        self._lock = threading.Lock()
+        self._queue: deque[_Offer] = deque()
+        self.num_queued = 0
+        self.counts = WriterCounts()
+        #: Set while the disk is off: then nothing is queued.
+        self.is_off = False
+
+    def offer(self, namespace: bytes, slots: list[int]) -> None:
+        """Note blocks that became readable. Under the pool's lock, so nothing here waits."""
+        self._queue_up(namespace, slots)
+
+    def used(self, namespace: bytes, slots: list[int]) -> None:
+        """Note that blocks of memory were read: with `second_use` they are worth a write now."""
+        if self._seen is not None:
+            self._queue_up(namespace, slots)
+
+    def _queue_up(self, namespace: bytes, slots: list[int]) -> None:
+        context = self._context
+        # Before the blocks are pinned: see the module.
+        offer = _Offer(namespace, slots, context.disk_pool.num_clears(namespace), context.version_of(namespace))
+        with self._lock:
+            reason = "off" if self.is_off else "queue_full" if self.num_queued + len(slots) > self._most_queued else ""
+            if reason:
+                self.counts.dropped[reason] += len(slots)
+                return
+            self._queue.append(offer)
+            self.num_queued += len(slots)
+        self._wake()
+
+    def drop_all(self, reason: str) -> None:
+        """Leave out all that waits."""
+        with self._lock:
+            self.counts.dropped[reason] += self.num_queued
+            self._queue.clear()
+            self.num_queued = 0
+
+    def write_some(self) -> bool:
+        """Write some of the blocks that wait; return whether there were any.
+
+        Raises:
+            OSError: the disk refused; the blocks of this turn are left out, and none of them can be found.
+        """
+        if (offer := self._take()) is None:
+            return False
+        self._before_write()
+        self._write(offer)
+        return True
+
+    def _take(self) -> _Offer | None:
+        with self._lock:
+            if not self._queue:
+                return None
+            offer = self._queue.popleft()
+            most = max(1, min(_MOST_BLOCKS, _MOST_BYTES // self._context.slots.stride_bytes))
+            if len(offer.slots) > most:
+                rest = _Offer(offer.namespace, offer.slots[most:], offer.num_clears, offer.version)
+                self._queue.appendleft(rest)
+                offer = _Offer(offer.namespace, offer.slots[:most], offer.num_clears, offer.version)
+            self.num_queued -= len(offer.slots)
+            return offer
+
+    def _write(self, offer: _Offer) -> None:
+        context, pool = self._context, self._context.memory_pool
+        lease_id, held = pool.hold(offer.slots, offer.namespace, OWNER)
+        self._drop("evicted", len(offer.slots) - len(held))
+        if not held:
+            return
+        try:
+            wanted = [block for block in held if self._is_wanted(block)]
+            for run in _runs(wanted):
+                self._write_run(offer, run)
+        finally:
+            pool.release(lease_id, OWNER)
+            context.changed()
+
+    def _is_wanted(self, block: HeldBlock) -> bool:
+        if self._seen is None or self._context.disk_pool.lookup(_chain([block])):
+            return True
+        with self._lock:
+            return self._seen.saw(block.block_hash)
+
+    def _write_run(self, offer: _Offer, run: list[HeldBlock]) -> None:
+        """Write one run of a chain; blocks of it that are on the disk already are not written again."""
+        context, pool = self._context, self._context.disk_pool
+        try:
+            ticket = pool.prepare_store(_chain(run), OWNER, needs_parent=False, num_clears=offer.num_clears)
+        except (PoolExhausted, ChainBroken) as error:
+            logger.debug("blocks are not written to disk: %s", error)
+            self._drop("disk_pool", len(run))
+            return
+        self._drop("disk_full", ticket.num_refused)
+        if not ticket.write_id:
+            if ticket.num_clears != offer.num_clears:
+                self._drop("cleared", len(run))
+            return
+        try:
+            blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
+            if not self._take_budget(len(blocks) * context.slots.stride_bytes):
+                self._drop("budget", len(blocks))
+                pool.abort_store(ticket.write_id, OWNER)
+                return
+            records = self._records(offer, blocks, ticket)
+            self._write_slots(records, blocks)
+            if self._sync:
+                context.slots.sync()
+            for record in records:
+                context.index.write(record)
+            if self._sync:
+                context.index.sync()
+            num_published = pool.complete_store(ticket.write_id, OWNER)
+        except BaseException:
+            # The call has returned, so the disk writes no more to these slots. An old record in the index is harmless:
+            # it is not the one that stands before the bytes now.
+            pool.abort_store(ticket.write_id, OWNER)
+            self._drop("error", len(ticket.packed_indexes) // 4)
+            raise
+        with self._lock:
+            self.counts.num_written += num_published
+            self.counts.num_bytes += len(blocks) * context.slots.stride_bytes
+
+    def _take_budget(self, num_bytes: int) -> bool:
+        with self._lock:
+            return self._budget.take(num_bytes, clock.now_s())
+
+    def _records(self, offer: _Offer, blocks: list[HeldBlock], ticket: StoreTicket) -> list[Record]:
+        context, num_bytes = self._context, self._num_bytes_of(offer.namespace)
+        disk_slots = ints_in(ticket.packed_slots).tolist()
+        records = list[Record]()
+        for block, disk_slot in zip(blocks, disk_slots, strict=True):
+            with self._lock:
+                generation = context.places.take_generation()
+            record = Record(
+                place=context.places.place[disk_slot],
+                generation=generation,
+                depth=block.depth,
+                version=offer.version,
+                num_bytes=num_bytes,
+                block_hash=block.block_hash,
+                parent=block.parent,
+                namespace=block.namespace,
+                checksum=checksum_of(context.bytes_of(block.slot, num_bytes)),
+            )
+            context.places.record[disk_slot] = record
+            records.append(record)
+        return records
+
+    def _write_slots(self, records: list[Record], blocks: list[HeldBlock]) -> None:
+        context = self._context
+        order = sorted(range(len(records)), key=lambda at: records[at].place)
+        places = [records[at].place for at in order]
+        # The pages of records need aligned memory, which an anonymous mapping has.
+        with mmap.mmap(-1, PAGE_BYTES * len(order)) as pages:
+            for begin, end in neighbours(places, MOST_BUFFERS // 2):
+                buffers, views = list[memoryview](), memoryview(pages)
+                for number, at in enumerate(order[begin:end], begin):
+                    page = views[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
+                    packed = pack_record(context.tier_id, records[at])
+                    page[: len(packed)] = packed
+                    buffers += [page, context.bytes_of(blocks[at].slot, context.slots.slot_bytes)]
+                try:
+                    context.slots.write(places[begin], buffers)
+                finally:
+                    while buffers:
+                        buffers.pop().release()
+                    views.release()
+
+    def _drop(self, reason: str, num_blocks: int) -> None:
+        if num_blocks > 0:
+            with self._lock:
+                self.counts.dropped[reason] += num_blocks
+
+
+def _chain(run: list[HeldBlock]) -> BlockHashes:
+    first = run[0]
+    return BlockHashes(first.namespace, first.parent, first.depth, b"".join([block.block_hash for block in run]))
+
+
+def _runs(blocks: list[HeldBlock]) -> Iterator[list[HeldBlock]]:
+    """Cut blocks where one does not follow the one before."""
+    run = list[HeldBlock]()
+    for block in blocks:
+        if run and (block.parent != run[-1].block_hash or block.depth != run[-1].depth + 1):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
