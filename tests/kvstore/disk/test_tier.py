@@ -1,0 +1,36 @@
+"""The disk tier through a whole node store: what was saved is found after a restart."""
+
+import pytest
+
+NUM_BLOCKS = 12
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return {"disk_path": str(tmp_path / "kv"), "disk_capacity_bytes": 1 << 20}
+
+
+def disk_of(cluster, node_id="a"):
+    return cluster.nodes[node_id].state.disk
+
+
+def written(cluster, wait_until, num_blocks, node_id="a"):
+    disk = disk_of(cluster, node_id)
+    wait_until(lambda: disk.stats().get("num_written", 0) >= num_blocks)
+
+
+def test_a_block_is_found_after_a_restart(cluster, settings, wait_until):
+    cluster.add("a", **settings)
+    worker, hashes = cluster.worker("a"), cluster.hashes(NUM_BLOCKS)
+    before = [worker.block(at) for at in range(NUM_BLOCKS)]
+    assert worker.save(hashes, range(NUM_BLOCKS)).num_written == NUM_BLOCKS
+    written(cluster, wait_until, NUM_BLOCKS)
+    cluster.stop_node("a")
+    cluster.add("a", **settings)
+    worker = cluster.worker("a", seed=1)
+    wait_until(lambda: disk_of(cluster).num_restored == NUM_BLOCKS)
+    match = worker.client.lookup(hashes)
+    assert (match.num_local, match.num_disk, match.num_blocks) == (0, NUM_BLOCKS, NUM_BLOCKS)
+    result = worker.load(hashes, range(NUM_BLOCKS))
+    assert (result.num_blocks, result.num_disk, result.num_local) == (NUM_BLOCKS, NUM_BLOCKS, 0), result
+    assert [worker.block(at) for at in range(NUM_BLOCKS)] == before
