@@ -28,7 +28,7 @@ from kvstore.engine.registration import make_copier
 from kvstore.engine.side_tensors import detect_sides
 from kvstore.errors import InvalidRequest
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import Ask, decode_found, decode_held
+from kvstore.rpc.messages import Ask, decode_found_by_store, decode_held
 from kvstore.runtime import clock
 
 #: The directory may take this share of a lookup's time; the rest is for the answer without the directory.
@@ -156,7 +156,7 @@ class Client:
         if not remote:
             num_local, num_disk = decode_held(answer)
             return Match(num_local=num_local, num_disk=num_disk)
-        found = decode_found(answer)
+        found = decode_found_by_store(answer)
         (_, num_local), *others = found.nodes
         return Match(num_local=num_local, nodes=tuple(others), num_disk=found.num_disk)
 

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 _STOP_S = 2.0
 #: Blocks that may wait to be written, at most; a place in the queue costs some tens of bytes.
 _MOST_QUEUED = 1 << 16
-_NO_POOL = Pool(0)
 
 
 class DiskTier:
@@ -73,7 +72,7 @@ class DiskTier:
         self._versions = VersionsKeeper(self._folder.path / VERSIONS, versions_now, self.old_versions)
         #: Why the tier begins empty, or stays off for good.
         self.note = self.why_off = ""
-        self.pool = _NO_POOL
+        self.pool = Pool(0)
         self._is_admitted, self._is_stopped = False, False
         self._context: TierContext | None = None
         self._writer: Writer | None = None
@@ -215,8 +214,8 @@ class DiskTier:
             raise DiskUnavailable(f"the disk tier is off: {self.reason or 'it has not begun'}")
         return self._reader.begin(chain, on_ready, on_claim)
 
-    def clear(self, namespace: bytes) -> None:
-        """Make all blocks of a namespace's group unfindable on the disk.
+    def clear(self, namespace: bytes) -> bool:
+        """Make all blocks of a namespace's group unfindable on the disk; return True.
 
         Called under the lock of the memory's pool, in the step that clears there: then no block that is on its way
         from one to the other stays (kvstore.disk.writer, kvstore.disk.reader).
@@ -224,6 +223,7 @@ class DiskTier:
         if self.pool.num_slots:
             self.pool.begin_clear(namespace)
         self._versions.save_soon()
+        return True
 
     def wait_saved(self, timeout_s: float) -> bool:
         """Wait until the disk keeps the clearings that are known now; False when it did not in that time."""

@@ -20,7 +20,6 @@ from typing import Any
 from kvstore.blocks.chain import decode_chain
 from kvstore.bounds import MAX_NODE_ID_CHARS, clip
 from kvstore.config import StoreConfig, socket_dir
-from kvstore.disk.residents import Residents
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import InvalidRequest, TransferError
 from kvstore.memory.arena import Arena, create_arena
@@ -28,6 +27,7 @@ from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
 from kvstore.node.dispatch import NodeControl
 from kvstore.node.pool_service import PoolService
+from kvstore.node.residents import Residents
 from kvstore.node.state import NodeState
 from kvstore.pool.pool import Pool
 from kvstore.remote.announcements import Blocks

@@ -15,7 +15,7 @@ from kvstore.node.state import NodeState
 from kvstore.remote.load import Load
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Message, Op
-from kvstore.rpc.messages import Found, Progress, decode_ask, decode_ask_load
+from kvstore.rpc.messages import FoundByStore, Progress, decode_ask, decode_ask_load
 from kvstore.runtime import clock
 from kvstore.runtime.store_threads import Blocking
 
@@ -41,7 +41,7 @@ class LoadControl:
             run = partial(answer_all, question, lambda: _found(state, chain, until_s))
             if state.threads.submit(Blocking.LOOKUP, run):
                 return None
-        return encode(Found([(state.node_id, num_local)], num_disk=self._service.lookup_disk(chain, num_local)))
+        return encode(FoundByStore([(state.node_id, num_local)], self._service.lookup_disk(chain, num_local)))
 
     def _load(self, connection: Connection, message: Message) -> None:
         asked, service = decode_ask_load(message.payload), self._service
@@ -82,9 +82,9 @@ class LoadControl:
         self._state.fetcher.begin(load)
 
 
-def _found(state: NodeState, chain: BlockHashes, until_s: float) -> Found:
+def _found(state: NodeState, chain: BlockHashes, until_s: float) -> FoundByStore:
     found = lookup_all(state, chain, until_s)
-    return Found(found, num_disk=state.pool_service.lookup_disk(chain, found[0][1]))
+    return FoundByStore(found, state.pool_service.lookup_disk(chain, found[0][1]))
 
 
 def lookup_all(state: NodeState, chain: BlockHashes, until_s: float = math.inf) -> list[tuple[str, int]]:

@@ -148,7 +148,7 @@ class PoolService:
             epoch=self._epoch,
             presence=self._presence.counts,
             clears=self._presence.clears,
-            on_published=_nothing if self._disk is None else self._disk.offer,
+            on_published=None if self._disk is None else self._disk.offer,
         )
         self.slot_bytes = slot_bytes
         self._divided(pool, slot_bytes)
@@ -186,10 +186,7 @@ class PoolService:
             raise StoreDraining(f"node {self._node_id} is being drained; use another node or undrain it")
 
     def lookup(self, chain: BlockHashes) -> int:
-        """Return how many leading blocks are in this node's memory for its workers; 0 while it is drained.
-
-        No side effect.
-        """
+        """Return how many leading blocks this node's workers find in memory; 0 while it is drained. No side effect."""
         return 0 if self.is_draining else self.current.lookup(chain)
 
     def lookup_disk(self, chain: BlockHashes, num_local: int) -> int:
@@ -331,11 +328,7 @@ class PoolService:
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
         def clear_disk() -> bool:
             # In the step that clears the memory, so that no block survives on its way from one to the other.
-            if is_news():
-                if self._disk is not None:
-                    self._disk.clear(namespace)
-                return True
-            return False
+            return is_news() and (self._disk is None or self._disk.clear(namespace))
 
         cleared = self.current.begin_clear(namespace, clear_disk)
         if cleared is not None:
@@ -343,10 +336,6 @@ class PoolService:
             self._changed()
             logger.info("cleared namespace %s: %d blocks", namespace.hex()[:12], cleared)
         return cleared
-
-
-def _nothing(namespace: bytes, slots: list[int]) -> None:
-    """Without a disk tier, blocks that became readable concern nobody else."""
 
 
 def deadline_after(ttl_s: float, most_s: float = MAX_TTL_S) -> float:

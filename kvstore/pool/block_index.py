@@ -244,10 +244,7 @@ class BlockIndex:
         return own
 
     def discard(self, slot: int) -> bytes:
-        """Remove a ready block whatever hangs on it; return its hash, empty when the slot has no such block.
-
-        Its children stay, as orphans. The caller forgets the slot.
-        """
+        """Remove a ready block; its children become orphans. Return its hash, empty when the slot has no such block."""
         own, space = self.block_hash[slot], self.space[slot]
         if space.is_cleared or space.ready.get(own) != slot:
             return b""

@@ -82,17 +82,27 @@ class Renew(Record, frozen=True):
 
 
 class Found(Record, frozen=True):
-    """How much of a run each node has, the caller's own node first; or a directory's hints.
+    """How much of a run each node has: a directory's hints.
 
     Args:
         nodes: (node, leading blocks of the run that it has).
         only: the only node that has any blocks, as far as the directory knows.
-        num_disk: blocks after those in its memory that the caller's own node has on disk.
     """
 
     nodes: list[tuple[NodeId, U64]]
     only: str = ""
-    num_disk: U64 = 0
+
+
+class FoundByStore(Record, frozen=True):
+    """How much of a run each node has, as a store answers its workers.
+
+    Args:
+        nodes: (node, leading blocks of the run that it has); the worker's own node first, with those in its memory.
+        num_disk: blocks after these on the disk of the worker's node.
+    """
+
+    nodes: list[tuple[NodeId, U64]]
+    num_disk: U64
 
 
 class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -168,6 +178,7 @@ decode_prepare = decoder(Prepare)
 decode_write_end = decoder(WriteEnd)
 decode_renew = decoder(Renew)
 decode_found = decoder(Found)
+decode_found_by_store = decoder(FoundByStore)
 #: Of LOOKUP: leading blocks in this node's memory, and those after them on its disk.
 decode_held: Callable[[bytes], tuple[int, int]] = decoder(tuple[U64, U64])
 decode_grant = decoder(Grant)

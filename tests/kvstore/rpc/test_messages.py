@@ -103,7 +103,7 @@ def test_progress(slots, report):
 def test_a_report_comes_back_as_it_was_told():
     report = messages.LoadReport(
         num_local=1, num_peer=2, reason="timeout: für 3 s\0x", peers=["a", "b"], num_bytes=1 << 40, num_descriptors=5,
-        read_s=0.25, num_locate_calls=6, num_lease_calls=7, note="no stage", waited_s=0.5,
+        read_s=0.25, num_locate_calls=6, num_lease_calls=7, note="no stage", waited_s=0.5, num_disk=8,
     )  # fmt: skip
     assert messages.decode_progress(encode(messages.Progress(1, 0, SLOTS.tobytes(), report))).report == report
     assert messages.LoadReport().peers == []
@@ -120,6 +120,7 @@ MESSAGES = [
     (handoff_messages.End(1 << 63, True), handoff_messages.decode_end),
     (messages.Attach(KEY, 512), messages.decode_attach),
     (messages.Found([("a", 1), ("b", 2**64 - 1)], "a"), messages.decode_found),
+    (messages.FoundByStore([("a", 1), ("b", 2)], 3), messages.decode_found_by_store),
     (messages.Renew(1, 1.0), messages.decode_renew),
 ]
 
