@@ -56,7 +56,9 @@ class DiskThreads:
     ) -> None:
         self._write_some, self._timeout_s, self._on_off = write_some, timeout_s, on_off
         self._most_writing = num_threads // 2
-        self._condition = threading.Condition()
+        lock = threading.Lock()
+        #: For the threads that do the work, and for the one that watches them: a wake-up of one must not reach the other.
+        self._condition, self._watched = threading.Condition(lock), threading.Condition(lock)
         self.breaker = Breaker()
         self._reads: deque[Read] = deque()
         #: When each operation that runs was begun, by thread.
@@ -105,12 +107,14 @@ class DiskThreads:
             if not self._has_writes:
                 self._has_writes = True
                 self._condition.notify()
+                self._watched.notify()
 
     def stop(self, timeout_s: float) -> bool:
         """Take nothing more and wait for what runs; return whether all of it ended."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
+            self._watched.notify_all()
         self._fail_all(DiskUnavailable("the store ends"))
         until_s = clock.now_s() + timeout_s
         for thread in self.threads:
@@ -130,6 +134,7 @@ class DiskThreads:
                     self._has_writes = False
                 own = threading.get_ident()
                 self._running[own] = clock.now_s()
+                self._watched.notify()
             has_more = False
             error: Exception | None = None
             try:
@@ -170,7 +175,7 @@ class DiskThreads:
             with self._condition:
                 if self._is_closed:
                     return
-                self._condition.wait(_LOOK_S if self._running or self._has_writes or self._reads else None)
+                self._watched.wait(_LOOK_S if self._running or self._has_writes or self._reads else None)
                 now_s = clock.now_s()
                 num_trips = self.breaker.num_trips
                 if any(now_s > began_s + self._timeout_s for began_s in self._running.values()):

@@ -34,3 +34,22 @@ def test_a_block_is_found_after_a_restart(cluster, settings, wait_until):
     result = worker.load(hashes, range(NUM_BLOCKS))
     assert (result.num_blocks, result.num_disk, result.num_local) == (NUM_BLOCKS, NUM_BLOCKS, 0), result
     assert [worker.block(at) for at in range(NUM_BLOCKS)] == before
+
+
+def test_another_node_reads_the_disk_through_this_node_memory(cluster, settings, wait_until):
+    cluster.add("a", **settings)
+    saver, hashes = cluster.worker("a"), cluster.hashes(NUM_BLOCKS)
+    before = [saver.block(at) for at in range(NUM_BLOCKS)]
+    saver.save(hashes, range(NUM_BLOCKS))
+    written(cluster, wait_until, NUM_BLOCKS)
+    cluster.stop_node("a")
+    cluster.add("a", **settings)
+    cluster.add("b", **settings)
+    cluster.client("a")
+    reader = cluster.worker("b", seed=1)
+    wait_until(lambda: disk_of(cluster).num_restored == NUM_BLOCKS)
+    wait_until(lambda: reader.client.lookup(hashes).num_blocks == NUM_BLOCKS)
+    assert reader.client.lookup(hashes).nodes == (("a", NUM_BLOCKS),)
+    result = reader.load(hashes, range(NUM_BLOCKS))
+    assert (result.num_blocks, result.num_peer, result.num_disk) == (NUM_BLOCKS, NUM_BLOCKS, 0), result
+    assert [reader.block(at) for at in range(NUM_BLOCKS)] == before
