@@ -57,7 +57,7 @@ class DiskThreads:
         self._write_some, self._timeout_s, self._on_off = write_some, timeout_s, on_off
         self._most_writing = num_threads // 2
         lock = threading.Lock()
-        #: For the threads that do the work, and for the one that watches them: a wake-up of one must not reach the other.
+        # For the threads that work, and for the one that watches them: a wake-up must not reach the wrong one.
         self._condition, self._watched = threading.Condition(lock), threading.Condition(lock)
         self.breaker = Breaker()
         self._reads: deque[Read] = deque()
