@@ -119,7 +119,7 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """Blocks that `Client.pin` keeps in this node's memory until `Client.unpin`.
+    """Blocks that `Client.pin` keeps in this node's memory until `Client.unpin`, or until the pin's time ends.
 
     Args:
         pin_id: the store's number for the pin; 0 when no block was here.
