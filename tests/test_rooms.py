@@ -17,13 +17,13 @@ PACKAGE = ROOT / "kvstore"
 #: Modules at the root of the package, and its rooms, from the lowest to the highest. Each imports only what is below.
 FLOORS = (
     "errors", "bounds", "config", "kernel_errors", "kernels", "runtime", "blocks", "rpc", "memory", "pool", "engine",
-    "mover", "tools", "remote", "handoff", "node", "client", "actors", "api", "integrations", "bench", "actors.bench",
-    "cli",
+    "mover", "tools", "remote", "handoff", "node", "client", "actors", "api", "integrations", "bench", "replay",
+    "actors.bench", "cli",
 )  # fmt: skip
 #: Two columns that never import each other: what runs in a worker's process, and what runs in the store's.
 WORKER, STORE = {"engine", "client"}, {"pool", "mover", "remote", "handoff", "node"}
 #: Folders that are rooms; actors and kernels are links (docs/adr/0001-packaging.md).
-ROOMS = WORKER | STORE | {"runtime", "blocks", "rpc", "memory", "tools", "bench"}
+ROOMS = WORKER | STORE | {"runtime", "blocks", "rpc", "memory", "tools", "bench", "replay"}
 MOST_MODULES = 14
 #: Of kernels: nearly each is one .cu file's launcher or reference, and dividing them would part what is read together.
 MOST_KERNELS = 22
