@@ -26,10 +26,10 @@ def csv_records(lines: Sequence[str], path: Path) -> Iterator[Record]:
             continue
         cells, where = [cell.strip() for cell in line.split(",")], Where(path, number)
         time_s = _time_of(cells[0])
-        if time_s is None and is_first and not any(cell[:1].isdigit() for cell in cells):
-            is_first = False
-            continue  # A header.
+        is_header = time_s is None and is_first and len(cells) > 1 and not any(cell[:1].isdigit() for cell in cells)
         is_first = False
+        if is_header:
+            continue
         if time_s is None or len(cells) < 2 or not cells[1]:
             raise InvalidRequest(
                 f"{where}: wanted time,obj_id or time,obj_id,size with the time in seconds, got {clip(line)}; put "

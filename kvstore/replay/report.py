@@ -79,21 +79,21 @@ def _row(
     took_s = time.perf_counter() - began_s
     num_references, given = trace.num_references, outcome.node_references
     times_s = first_token_s(trace, outcome.hits, rates)
-    return {
+    row = {
         "policy": policy,
         "capacity_blocks": capacity,
         "prefix_hit_ratio": round(outcome.num_hits / num_references, 4),
-        "num_requests": len(trace.requests),
         "num_references": num_references,
         "num_hits": outcome.num_hits,
         "num_evictions": outcome.num_evictions,
         "us_per_reference": round(1e6 * took_s / num_references, 2),
         "modelled_ttft_p50_s": round(percentile(times_s, 50), 4),
         "modelled_ttft_p99_s": round(percentile(times_s, 99), 4),
-        "num_nodes": plan.num_nodes,
-        "routing": plan.routing if plan.num_nodes > 1 else None,
-        "largest_node_share": round(max(given) / sum(given), 4) if given else None,
     }
+    if plan.num_nodes > 1:
+        row |= {"num_nodes": plan.num_nodes, "routing": plan.routing, "tie_blocks": plan.tie_blocks}
+        row["largest_node_share"] = round(max(given) / sum(given), 4) if given else None
+    return row
 
 
 def _outcome(trace: Trace, plan: Plan, policy: str, capacity: int, tick: Callable[[], None]) -> Outcome:
@@ -114,11 +114,11 @@ def show_table(trace: Trace, rows: Rows) -> None:
     )
     table = Table(box=SIMPLE)
     titles = ("policy", "blocks", "hit ratio", "hits", "evictions", "us/ref", "p50 s", "p99 s")
-    has_nodes = rows[0]["num_nodes"] > 1
+    has_nodes = "num_nodes" in rows[0]
     for title in (*titles, *(("largest node",) if has_nodes else ())):
         table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=True)
     for row in rows:
-        share = "" if row["largest_node_share"] is None else f"{row['largest_node_share']:.0%}"
+        share = f"{row['largest_node_share']:.0%}" if row.get("largest_node_share") else ""
         table.add_row(
             row["policy"], f"{row['capacity_blocks']:,}", f"{row['prefix_hit_ratio']:.4f}", f"{row['num_hits']:,}",
             f"{row['num_evictions']:,}", f"{row['us_per_reference']:.1f}", f"{row['modelled_ttft_p50_s']:.3f}",
