@@ -12,8 +12,7 @@ import heapq
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvstore.replay.outcomes import Outcome
-from kvstore.replay.traces import Request
+from kvstore.replay.traces import Outcome, Request
 
 #: Bits of a key below those of the next use: the depth of the block.
 _DEPTH_BITS = 32

@@ -17,10 +17,8 @@ from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 from kvstore.replay.bound import replay_bound
 from kvstore.replay.model import Rates, first_token_s, percentile
-from kvstore.replay.outcomes import Outcome
-from kvstore.replay.pools import POOL_POLICIES
-from kvstore.replay.simulate import ROUTINGS, Nodes, replay_pools
-from kvstore.replay.traces import Trace
+from kvstore.replay.simulate import POOL_POLICIES, ROUTINGS, Nodes, replay_pools
+from kvstore.replay.traces import Outcome, Trace
 
 POLICIES = (*POOL_POLICIES, "bound")
 MAX_NODES = 1024

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.pool import Pool
-from kvstore.replay.outcomes import Outcome
-from kvstore.replay.pools import make_pool
-from kvstore.replay.traces import Trace
+from kvstore.replay.traces import Outcome, Trace
 
+#: Policies of the real pool, in the order of the table.
+POOL_POLICIES = ("default", "lru")
 ROUTINGS = ("round-robin", "prefix")
 _OWNER = "replay"
 #: A lease ends with its request, so no deadline is ever looked at.
@@ -43,6 +43,19 @@ class TraceClock:
     def __call__(self) -> float:
         """Return seconds since the beginning of the trace."""
         return self.now_s
+
+
+def make_pool(policy_name: str, num_blocks: int, now_s: Callable[[], float]) -> Pool:
+    """Return an empty pool.
+
+    Args:
+        policy_name: one of `POOL_POLICIES`.
+        num_blocks: its capacity.
+        now_s: the clock of the trace, for policies that look at one. LRU does not, and it is the store's default.
+    """
+    assert policy_name in POOL_POLICIES, policy_name
+    del now_s
+    return Pool(num_blocks)
 
 
 def use_blocks(pool: Pool, chain: BlockHashes) -> int:

@@ -1,4 +1,4 @@
-"""Hold a trace: its requests, and each of their blocks under a number of its own.
+"""Hold a trace: its requests, and each of their blocks under a number of its own; and what a replay of it gives.
 
 A block is an id after all ids before it. So the same id after another predecessor is another block, whatever the format
 of the file means by an id. The number of a block is larger than that of its predecessor.
@@ -61,6 +61,26 @@ class Trace:
     def chain_of(self, request: Request) -> BlockHashes:
         """Return the blocks of a request as the store names them."""
         return BlockHashes(NAMESPACE, NAMESPACE, 0, self.digests[request.blocks].tobytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One replay of a trace.
+
+    Args:
+        hits: number of leading blocks that were there, of each request.
+        num_evictions: blocks that were dropped to make room.
+        node_references: number of blocks in the requests that each node was given.
+    """
+
+    hits: array[int]
+    num_evictions: int
+    node_references: tuple[int, ...] = ()
+
+    @property
+    def num_hits(self) -> int:
+        """Hits of all requests."""
+        return sum(self.hits)
 
 
 class Chains:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from small_traces import random_prompts, trace_of
 
-from kvstore.replay.pools import POOL_POLICIES, make_pool
-from kvstore.replay.simulate import Nodes, TraceClock, best_node, replay_pools, use_blocks
+from kvstore.replay.simulate import POOL_POLICIES, Nodes, TraceClock, best_node, make_pool, replay_pools, use_blocks
 
 
 def nothing():
