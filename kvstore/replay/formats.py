@@ -59,7 +59,7 @@ def read_trace(path: Path, format_name: str = "", block_tokens: int = 0) -> Trac
         ChainBroken: the ids of a request cannot be a chain.
     """
     text = _read(path)
-    lines = text.splitlines()
+    lines = text.split("\n")
     first = next((line for line in lines if line.strip()), "")
     if not first:
         raise InvalidRequest(f"{path}: wanted a trace, got an empty file; `kvstore trace make` writes one")
