@@ -64,8 +64,9 @@ def test_with_room_for_all_it_hits_all_that_came_before():
 
 
 def test_a_block_that_never_comes_again_takes_no_place():
-    trace = trace_of([1], [2], [3], [1])
-    assert list(replay_bound(trace.requests, 1, nothing).hits) == [0, 0, 0, 1]
+    outcome = replay_bound(trace_of([1], [2], [3], [1]).requests, 1, nothing)
+    assert (list(outcome.hits), outcome.num_evictions) == ([0, 0, 0, 1], 0)
+    assert replay_bound(trace_of([1], [2], [3]).requests, 1, nothing).num_evictions == 0
 
 
 def test_of_a_loop_larger_than_the_cache_it_keeps_a_part():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from small_traces import random_prompts, trace_of
 
+from kvstore.replay import simulate
 from kvstore.replay.simulate import POOL_POLICIES, Nodes, TraceClock, best_node, make_pool, replay_pools, use_blocks
 
 
@@ -83,6 +84,19 @@ def test_a_tick_for_each_request():
     ticks = []
     replay_pools(trace_of([1], [2], [1]), "lru", 3, lambda: ticks.append(1))
     assert len(ticks) == 3
+
+
+def test_a_policy_sees_the_time_of_the_trace(monkeypatch):
+    clocks, seen_s = [], []
+
+    def noting(policy, num_blocks, now_s):
+        clocks.append(now_s)
+        return make_pool(policy, num_blocks, now_s)
+
+    monkeypatch.setattr(simulate, "make_pool", noting)
+    trace = trace_of([1], [2], [3], times_s=[0.5, 3.0, 3.0])
+    replay_pools(trace, "default", 3, lambda: seen_s.append([clock() for clock in clocks]), Nodes(2))
+    assert seen_s == [[0.5, 0.5], [3.0, 3.0], [3.0, 3.0]]
 
 
 def test_round_robin_takes_turns():
