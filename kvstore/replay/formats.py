@@ -37,9 +37,8 @@ class MooncakeRow(msgspec.Struct):
 
 
 class BailianRow(msgspec.Struct):
-    """A line of the Bailian format; `timestamp` is in seconds. Other fields of the format say nothing about blocks."""
+    """A line of the Bailian format; `timestamp` is in seconds. Its other fields say nothing about blocks."""
 
-    chat_id: int
     timestamp: float
     input_length: int
     hash_ids: list[int]
@@ -60,10 +59,10 @@ def read_trace(path: Path, format_name: str = "", block_tokens: int = 0) -> Trac
     """
     text = _read(path)
     lines = text.split("\n")
-    first = next((line for line in lines if line.strip()), "")
+    first = next((number for number, line in enumerate(lines, 1) if line.strip()), 0)
     if not first:
         raise InvalidRequest(f"{path}: wanted a trace, got an empty file; `kvstore trace make` writes one")
-    name = format_name or detect_format(first, text, path)
+    name = format_name or detect_format(Where(path, first), lines[first - 1], text)
     if name == "weka":
         found, own_tokens = weka_records(text, lines, path)
         tokens = block_tokens or own_tokens or FORMATS[name]
@@ -72,8 +71,8 @@ def read_trace(path: Path, format_name: str = "", block_tokens: int = 0) -> Trac
     return _as_trace(found, path, name, tokens)
 
 
-def detect_format(first: str, text: str, path: Path) -> str:
-    """Return the format of a file by its first line that is not empty.
+def detect_format(where: Where, first: str, text: str) -> str:
+    """Return the format of a file by its first line that is not empty, which stands at `where`.
 
     Raises:
         InvalidRequest: it is of no format that is known here.
@@ -95,7 +94,7 @@ def detect_format(first: str, text: str, path: Path) -> str:
             return "weka"
         if {"timestamp", "hash_ids"} <= record.keys():
             return "bailian" if "chat_id" in record else "mooncake"
-    raise InvalidRequest(f"{path} line 1: wanted {_KNOWN}, got {clip(first)}; name the format with --format")
+    raise InvalidRequest(f"{where}: wanted {_KNOWN}, got {clip(first)}; name the format with --format")
 
 
 def _read(path: Path) -> str:
@@ -132,7 +131,7 @@ def _mooncake(lines: Sequence[str], path: Path) -> Iterator[Record]:
             twice = next(each for at, each in enumerate(row.hash_ids) if each in row.hash_ids[:at])
             raise ChainBroken(
                 f"{where}: wanted each id of a request once, as an id of this format means all tokens up to it, got "
-                f"{twice} twice; where ids are hashes of single blocks, use --format bailian"
+                f"{twice} twice; where ids are hashes of single blocks and times are seconds, use --format bailian"
             )
         yield Record(where, row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids, is_whole=True)
 

@@ -74,6 +74,11 @@ def test_a_format_can_be_named(tmp_path):
     assert read_trace(written(tmp_path, *rows), "mooncake").format_name == "mooncake"
 
 
+def test_the_remedy_for_an_id_twice_is_one(tmp_path):
+    path = written(tmp_path, {**MOONCAKE[1], "hash_ids": [0, 1, 0]})
+    assert read_trace(path, "bailian").num_blocks == 3
+
+
 def changed(**fields):
     return {**MOONCAKE[1], **fields}
 
@@ -128,6 +133,11 @@ def test_an_empty_file(tmp_path, content):
 def test_a_file_of_no_known_format(tmp_path, line):
     with pytest.raises(InvalidRequest, match=r"line 1: wanted a line .*mooncake.*bailian.*weka.*csv.*--format"):
         read_trace(written(tmp_path, line))
+
+
+def test_lines_before_the_first_record_count(tmp_path):
+    with pytest.raises(InvalidRequest, match="line 3: wanted a line"):
+        read_trace(written(tmp_path, "", " ", "hello"))
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
