@@ -90,10 +90,10 @@ def test_a_bar_on_a_terminal_stands_on_stderr(capsys, monkeypatch):
             super().__init__(force_terminal=True, **settings)
 
     monkeypatch.setattr(report, "Console", Terminal)
-    with progress_bar(1, 2) as begin:
+    with progress_bar(1, 100) as begin:
         tick = begin("lru, 5 blocks")
-        tick()
-        tick()
+        for _ in range(100):
+            tick()
     out, err = capsys.readouterr()
     assert out == ""
     assert "lru, 5 blocks" in err
