@@ -1,4 +1,4 @@
-"""The commands `kvstore start|status|stop|doctor|bench`. Thin: other modules find out what they show.
+"""The commands `kvstore start|status|stop|doctor|bench|replay|trace`. Thin: other modules find out what they show.
 
 One of the two modules of the core that may import kvstore.actors, and only when a command needs it.
 """
@@ -16,6 +16,7 @@ import click
 from kvstore import __version__
 from kvstore.config import parse_bytes
 from kvstore.errors import ConfigError, StoreNotRunning
+from kvstore.replay.commands import replay, trace_group
 from kvstore.tools.commands import ADDRESS, JSON, MAX_ERROR_CHARS, NAME, OUTPUT, POSITIVE, Group, Seconds, parse_size
 from kvstore.tools.doctor import Status, human_bytes, machine_checks
 from kvstore.tools.documents import as_document
@@ -321,6 +322,10 @@ def handoff(
     if not as_json:
         groups = ("shape", "block_size", "num_blocks", "direction")
         show_rows(rows, groups, lambda row: f"{row['gb_per_s']:.1f}", "GB/s")
+
+
+main.add_command(replay)
+main.add_command(trace_group)
 
 
 def _write(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:

@@ -81,9 +81,11 @@ class _Output(click.Path):
         return path
 
 
+#: Type of options that name a file to be written.
+WrittenFile = _Output(dir_okay=False, writable=True, path_type=Path)
 OUTPUT = click.option(
     "--output",
-    type=_Output(dir_okay=False, writable=True, path_type=Path),
+    type=WrittenFile,
     help="Also write the rows with hardware, versions and commit to this file.",
 )
 
