@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 OWNER = "disk-writer"
 #: Blocks and bytes that one turn of a thread writes, so that reads are not kept waiting.
-_MOST_BLOCKS, _MOST_BYTES = 256, 32 << 20
+_MOST_BLOCKS, _MOST_BYTES = 256, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
