@@ -1,7 +1,7 @@
 """Benchmark: the disk tier beside plain sequential reads and writes of the same file, with O_DIRECT where it can.
 
-Both move the same number of bytes of blocks, in turns. Plain calls reuse one buffer; the tier moves blocks from an arena
-and into it, with their records, checksums and pools. Every block that the tier loads is compared with what was saved.
+Both move the same number of bytes of blocks, in turns. Plain calls reuse one buffer. The tier moves blocks from an
+arena and into it, with their records, checksums and pools. Each block that it loads is compared with what was saved.
 """
 
 from __future__ import annotations
@@ -227,7 +227,9 @@ class _Bench:
         for chain, read in zip(chains, reads, strict=True):
             if read is None or not read.wait(until_s) or read.num_blocks != len(chain):
                 got, why = (0, "not on the disk") if read is None else (read.num_blocks, read.reason)
-                raise DiskUnavailable(f"wanted {len(chain)} blocks of the disk, got {got}: {why or 'no answer in time'}")
+                raise DiskUnavailable(
+                    f"wanted {len(chain)} blocks of the disk, got {got}: {why or 'no answer in time'}"
+                )
 
     def _check(self, chains: list[BlockHashes]) -> None:
         for chain in chains:
