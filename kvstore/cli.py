@@ -305,7 +305,7 @@ def handoff(
         show_rows(rows, groups, lambda row: f"{row['gb_per_s']:.1f}", "GB/s")
 
 
-for _command in (gpu, disk):
-    bench.add_command(_command)
-for _command in (replay, trace_group):
-    main.add_command(_command)
+bench.add_command(gpu)
+bench.add_command(disk)
+main.add_command(replay)
+main.add_command(trace_group)

@@ -63,11 +63,13 @@ def gpu(
     help="A folder on the disk. What is written there is removed at the end.",
 )
 @click.option("--size", default="2GiB", show_default=True, help="Bytes of blocks, in memory and on the disk.")
-@click.option("--block-bytes", default="2MiB", show_default=True, help="Of a block: a multiple of 4 KiB.")
+@click.option(
+    "--block-bytes", "sizes", multiple=True, help="Of a block: a multiple of 4 KiB; may be repeated. Default: 2MiB."
+)
 @click.option("--rounds", type=POSITIVE, default=3, show_default=True, help="The median counts.")
 @JSON
 @OUTPUT
-def disk(folder: Path, size: str, block_bytes: str, rounds: int, as_json: bool, output: Path | None) -> None:
+def disk(folder: Path, size: str, sizes: tuple[str, ...], rounds: int, as_json: bool, output: Path | None) -> None:
     """GB/s of saves and loads through the disk tier, beside plain sequential writes and reads of the same file.
 
     Plain: one thread, calls of 8 MiB, past the page cache (O_DIRECT) where the file system can. The tier: saves until
@@ -75,9 +77,10 @@ def disk(folder: Path, size: str, block_bytes: str, rounds: int, as_json: bool, 
     """
     from kvstore.bench.disk import run_disk
 
-    sizes = parse_size("--size", size), parse_size("--block-bytes", block_bytes)
+    num_bytes = parse_size("--size", size)
+    blocks = [parse_size("--block-bytes", each) for each in sizes or ("2MiB",)]
     with progress() as say:
-        rows = run_disk(folder, *sizes, rounds, say)
+        rows = run_disk(folder, num_bytes, blocks, rounds, say)
     write_rows(rows, as_json, output)
     if not as_json:
         show_rows(rows, ("op", "block_bytes"), disk_cell, "GB/s (CPU seconds a GB)")

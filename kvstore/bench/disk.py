@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,14 +61,14 @@ class _Took:
 
 
 def run_disk(
-    folder: Path, num_bytes: int, block_bytes: int, rounds: int, progress: Callable[[str], None]
+    folder: Path, num_bytes: int, block_bytes: Sequence[int], rounds: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Measure writes and reads of a disk, plain and by the tier.
 
     Args:
         folder: on the disk; a folder of its own is made there, and removed at the end.
         num_bytes: bytes of blocks, in memory and on the disk; rounded down to whole blocks.
-        block_bytes: of a block, a multiple of a page.
+        block_bytes: sizes of blocks, multiples of a page; one after the other.
         rounds: a figure is the median of this many. Before them the file is written once, which is not counted.
         progress: called with a text for each measurement.
 
@@ -83,17 +83,26 @@ def run_disk(
         DiskUnavailable: the disk refused, or did not answer in time.
         AssertionError: a block that was loaded has other bytes than were saved.
     """
-    if not 0 < block_bytes <= MAX_BLOCK_BYTES or block_bytes % PAGE_BYTES:
-        raise InvalidRequest(f"block_bytes: wanted a multiple of {PAGE_BYTES}, got {block_bytes}")
-    if num_bytes < 2 * block_bytes:
-        raise InvalidRequest(f"num_bytes: wanted at least two blocks of {block_bytes} bytes, got {num_bytes}")
-    num_blocks = num_bytes // block_bytes
+    for size in block_bytes:
+        if not 0 < size <= MAX_BLOCK_BYTES or size % PAGE_BYTES:
+            raise InvalidRequest(f"block_bytes: wanted a multiple of {PAGE_BYTES}, got {size}")
+        if num_bytes < 2 * size:
+            raise InvalidRequest(f"num_bytes: wanted at least two blocks of {size} bytes, got {num_bytes}")
+    rows = list[dict[str, Any]]()
+    for size in block_bytes:
+        rows += _run_size(folder, num_bytes // size, size, rounds, progress)
+    return rows
+
+
+def _run_size(
+    folder: Path, num_blocks: int, block_bytes: int, rounds: int, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
     try:
         own = Path(tempfile.mkdtemp(prefix="raykv-bench-", dir=folder.resolve(strict=True)))
     except OSError as error:
         raise ConfigError(f"path: wanted a folder that can be written to, got {folder}: {error}") from error
     try:
-        progress(f"preparing {num_blocks} blocks in memory and on the disk")
+        progress(f"preparing {num_blocks} blocks of {block_bytes} bytes in memory and on the disk")
         with _Bench(own, num_blocks, block_bytes) as bench:
             return bench.run(rounds, progress)
     finally:

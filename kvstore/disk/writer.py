@@ -187,8 +187,7 @@ class Writer:
             self._write_slots(records, blocks)
             if self._sync:
                 context.slots.sync()
-            for record in records:
-                context.index.write(record)
+            context.index.write_all(records)
             if self._sync:
                 context.index.sync()
             num_published = pool.complete_store(ticket.write_id, OWNER)

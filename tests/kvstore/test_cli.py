@@ -561,7 +561,7 @@ def test_bench_disk_shows_speed_cost_and_share(monkeypatch, tmp_path):
     rows = [{**row, "way": "plain"}, {**row, "way": "tier", "gb_per_s": 2.0, "of_plain": 0.8}]
 
     def run_disk(folder, num_bytes, block_bytes, rounds, progress):
-        assert (folder, num_bytes, block_bytes, rounds) == (tmp_path, 1 << 20, 65536, 2)
+        assert (folder, num_bytes, block_bytes, rounds) == (tmp_path, 1 << 20, [65536], 2)
         return rows
 
     monkeypatch.setattr(disk, "run_disk", run_disk)

@@ -17,7 +17,7 @@ SIZE, BLOCK = 4 << 20, 64 << 10
 
 def measure(folder, num_bytes=SIZE, block_bytes=BLOCK, rounds=2):
     said = []
-    return run_disk(folder, num_bytes, block_bytes, rounds, said.append), said
+    return run_disk(folder, num_bytes, [block_bytes], rounds, said.append), said
 
 
 def test_it_measures_both_ways_of_both_operations(tmp_path, monkeypatch):
@@ -34,6 +34,13 @@ def test_it_measures_both_ways_of_both_operations(tmp_path, monkeypatch):
         assert ("of_plain" in row) == (row["way"] == "tier")
     assert len(said) == 1 + 2 * 4
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_measures_several_sizes_of_blocks(tmp_path):
+    rows = run_disk(tmp_path, SIZE, [BLOCK, 2 * BLOCK], 1, lambda text: None)
+    assert [row["block_bytes"] for row in rows] == 4 * [BLOCK] + 4 * [2 * BLOCK]
+    with pytest.raises(InvalidRequest, match="wanted"):
+        run_disk(tmp_path, SIZE, [BLOCK, 1000], 1, lambda text: pytest.fail("nothing is measured"))
 
 
 def can_read_direct(folder) -> bool:
