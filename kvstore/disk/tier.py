@@ -32,6 +32,7 @@ from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.rates import MeasuredRate
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class DiskTier:
         self._reader: Reader | None = None
         self._threads: DiskThreads | None = None
         self.num_restored = 0
+        #: Of blocks that loads of this node read.
+        self.rate = MeasuredRate()
 
     def attach(
         self,
@@ -267,6 +270,7 @@ class DiskTier:
             "reason": self.reason,
             "note": self.note,
             "num_restored": self.num_restored,
+            "read_gb_per_s": round(self.rate.bytes_per_s / 1e9, 3),
         }
         if context is None or writer is None or reader is None or threads is None:
             return result

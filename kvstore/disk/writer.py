@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 OWNER = "disk-writer"
 #: Blocks and bytes that one turn of a thread writes, so that reads are not kept waiting.
 _MOST_BLOCKS, _MOST_BYTES = 256, 32 << 20
+#: And at most one of so many blocks of the memory.
+_LEAST_SHARE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,9 @@ class Writer:
             if not self._queue:
                 return None
             offer = self._queue.popleft()
-            most = max(1, min(_MOST_BLOCKS, _MOST_BYTES // self._context.slots.stride_bytes))
+            most = min(_MOST_BLOCKS, _MOST_BYTES // self._context.slots.stride_bytes)
+            # Blocks that are being written are pinned: saves must find enough others to evict.
+            most = max(1, min(most, self._context.memory_pool.num_slots // _LEAST_SHARE))
             if len(offer.slots) > most:
                 rest = _Offer(offer.namespace, offer.slots[most:], offer.num_clears, offer.version)
                 self._queue.appendleft(rest)
