@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 OWNER = "disk-writer"
 #: Blocks and bytes that one turn of a thread writes, so that reads are not kept waiting.
-_MOST_BLOCKS, _MOST_BYTES = 256, 32 << 20
+_MOST_BLOCKS, _MOST_BYTES = 256, 16 << 20
 #: And at most one of so many blocks of the memory.
 _LEAST_SHARE = 32
 
@@ -191,8 +191,7 @@ class Writer:
             self._write_slots(records, blocks)
             if self._sync:
                 context.slots.sync()
-            for record in records:
-                context.index.write(record)
+            context.index.write_all(records)
             if self._sync:
                 context.index.sync()
             num_published = pool.complete_store(ticket.write_id, OWNER)
