@@ -135,7 +135,8 @@ class DiskTier:
             version_of=version_of,
             changed=changed,
         )
-        self._threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
+        threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
+        self._threads = threads
         self._reader = Reader(self._context, self._threads)
         self._writer = Writer(
             self._context,
@@ -146,6 +147,7 @@ class DiskTier:
             self._config.disk_sync,
             self._versions.save,
             self._threads.write_soon,
+            lambda: threads.is_off,
         )
         self.pool = pool
         self._threads.start()
@@ -248,12 +250,10 @@ class DiskTier:
         writer = self._writer
         if writer is None or not self._is_admitted:
             return False  # `admit_old` asks again.
-        writer.is_off = False  # A thread asks only while the disk is on.
         return writer.write_some()
 
     def _went_off(self, reason: str) -> None:
         if self._writer is not None:
-            self._writer.is_off = True
             self._writer.drop_all("off")
         if self._log.passes():
             logger.error("the disk tier is off: %s (%d more)", reason, self._log.take_held_back())
