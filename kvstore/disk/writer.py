@@ -137,7 +137,10 @@ class Writer:
             if not self._queue:
                 return None
             offer = self._queue.popleft()
-            most = max(1, min(_MOST_BLOCKS, _MOST_BYTES // self._context.slots.stride_bytes))
+            context = self._context
+            # Of a small memory only a part: a write that hangs keeps its blocks pinned.
+            most = min(_MOST_BLOCKS, _MOST_BYTES // context.slots.stride_bytes, context.memory_pool.num_slots // 8)
+            most = max(1, most)
             if len(offer.slots) > most:
                 rest = _Offer(offer.namespace, offer.slots[most:], offer.num_clears, offer.version)
                 self._queue.appendleft(rest)

@@ -1,4 +1,4 @@
-"""The threads of a disk: no read and no write is forgotten, one that hangs turns the disk off, and it comes on again."""
+"""The threads of a disk: nothing asked is forgotten, one that hangs turns the disk off, and it comes on again."""
 
 import errno
 import threading
