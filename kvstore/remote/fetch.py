@@ -168,7 +168,8 @@ class Fetcher:
             entered.extend(self.flights.enter(hashes, flight))
 
         def ready(reached: int, num_read: int) -> None:
-            load.report.num_disk = num_disk + num_read
+            # Of two pieces that come at once, the second may be told first.
+            load.report.num_disk = max(load.report.num_disk, num_disk + num_read)
             self._context.announce()
             with contextlib.suppress(LeaseError):  # The client of the load left before its blocks came.
                 load.pin_more(before + reached)
