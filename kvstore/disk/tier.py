@@ -20,7 +20,7 @@ from kvstore.disk.context import TierContext
 from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
 from kvstore.disk.index_file import IndexFile
 from kvstore.disk.places import Places
-from kvstore.disk.reader import DiskRead, Reader
+from kvstore.disk.reader import READER, DiskRead, Reader
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from kvstore.disk.restore import restore, usable
 from kvstore.disk.slot_file import SlotFile
@@ -206,9 +206,9 @@ class DiskTier:
         records = usable(found, num_whole, slots.slot_bytes, context.version_of)
         return restore(context.disk_pool, context.places, records, num_clears)
 
-    def offer(self, namespace: bytes, slots: list[int]) -> None:
+    def offer(self, namespace: bytes, slots: list[int], owner: str) -> None:
         """Note that blocks of memory became readable. Under the memory pool's lock, so nothing here waits."""
-        if self._writer is not None:
+        if self._writer is not None and not owner.startswith(READER):  # Those come from the disk.
             self._writer.offer(namespace, slots)
 
     def used(self, namespace: bytes, slots: list[int]) -> None:
