@@ -156,7 +156,7 @@ class Fetcher:
         return is_faster and self._disk.lookup(rest.head(1)) > 0 and self._hints.has_remembered(rest.hash_at(0))
 
     def _read_disk(self, load: Load, rest: BlockHashes) -> bool:
-        """Read from this node's disk; return whether blocks came."""
+        """Read from this node's disk; return whether it was asked, or blocks came."""
         disk, before = self._disk, load.num_ready
         # A second try at the same block would mostly fail for the same reason.
         if disk is None or load.disk_tried_at == before or not disk.lookup(rest.head(1)):
@@ -185,13 +185,15 @@ class Fetcher:
                 load.fell_short = "timeout: the disk did not answer in time; what it still brings is kept"
             elif read.reason:
                 load.fell_short = read.reason
+            # That took time: the caller looks again whether the load is still wanted.
+            return True
         except DiskUnavailable as error:
             load.fell_short = f"not_found: {error}"
         except PoolExhausted:
             load.fell_short = "pool_full"
         finally:
             self.flights.leave(entered, flight)
-        return load.num_ready > before
+        return False
 
     def _ask_a_peer(self, load: Load, rest: BlockHashes) -> str:
         """Fetch from the best peer not tried yet; return the reason to stop, or ""."""

@@ -9,6 +9,11 @@ from disk_store import HALF, SOON_S, flip, slot_span, wait_until
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 
 
+def why(result) -> str:
+    """Return why blocks are missing."""
+    return " ".join({f"{failure.reason.value} {failure.detail}" for failure in result.failed})
+
+
 @pytest.fixture
 def stored(start, cluster):
     """A store that has a chain of 12 blocks on its disk only."""
@@ -24,7 +29,7 @@ def test_what_is_on_the_disk_is_read(stored):
     store, hashes = stored
     before = store.slots.read_bytes(), (store.folder / "index.bin").read_bytes()
     result = store.load(hashes)
-    assert (result.num_blocks, result.num_disk, result.reason) == (12, 12, "")
+    assert (result.num_blocks, result.num_disk, why(result)) == (12, 12, "")
     store.settle()
     assert (store.slots.read_bytes(), (store.folder / "index.bin").read_bytes()) == before
     assert store.load(hashes).num_local == 12
@@ -79,7 +84,7 @@ def test_a_changed_byte_is_a_miss_and_the_block_is_stored_again(stored, at):
     flip(store.slots, slot_span(store.folder, hashes[5])[0] + at)
     result = store.load(hashes)
     assert (result.num_blocks, result.num_disk) == (5, 5)
-    assert "damaged" in result.reason
+    assert "damaged" in why(result)
     store.settle()
     assert store.num("num_damaged") == 1
     assert store.disk.lookup(hashes) == 5
@@ -105,7 +110,7 @@ def test_every_byte_of_a_slot_changed_one_by_one(stored):
     for at in [*range(0, 256, 5), *range(256, 8192, 397)]:
         store.write_slot(hashes[0], own[:at] + bytes([own[at] ^ 1]) + own[at + 1 :])
         result = store.load(one)
-        if at < 200 or PAGE_BYTES <= at < PAGE_BYTES + 1024:
+        if at < 184 or PAGE_BYTES <= at < PAGE_BYTES + 1024:
             assert result.num_blocks == 0, at
         if not result.num_blocks:
             store.settle()
@@ -173,7 +178,7 @@ def test_an_error_of_the_disk_is_a_miss(stored, reads):
     reads.error = OSError(errno.EIO, "broken")
     result = store.load(hashes)
     assert (result.num_blocks, result.num_disk) == (0, 0)
-    assert "broken" in result.reason
+    assert "broken" in why(result)
     store.settle()
     assert store.num("num_failed") == 12
     assert store.num("num_damaged") == 0, "what cannot be read may be whole"
@@ -227,7 +232,7 @@ def test_a_hanging_read(start, cluster, reads):
     with reads.held():
         result = store.load(hashes)
         assert (result.num_blocks, result.num_disk) == (0, 0)
-        assert "timeout" in result.reason
+        assert "timeout" in why(result)
         assert store.disk.is_off
         assert "hangs" in store.stats()["reason"]
         # Everything else goes on, without the slots of the read.
@@ -298,16 +303,15 @@ def test_loads_of_chains_that_fork(start, cluster):
 
 def test_a_memory_smaller_than_the_chain(start, cluster):
     """A14: the leading blocks that fit come, and nothing after them."""
-    store = start(capacity_bytes=1 << 17)  # 32 slots.
+    store = start()
     hashes = cluster.hashes(40)
-    for first in range(0, 40, 20):
-        store.save(hashes[first : first + 20], first=first)
-        store.empty_memory()
+    store.save(hashes)
+    store.restart(capacity_bytes=1 << 17)  # 32 slots.
     result = store.load(hashes)
     assert 16 <= result.num_blocks <= 32
-    assert "pool_full" in result.reason
+    assert "pool_full" in why(result)
     store.settle()
-    assert store.core.pool.lookup(hashes) == result.num_blocks
+    assert result.num_blocks <= store.core.pool.lookup(hashes) <= 32
 
 
 def test_no_room_in_memory_is_a_miss_without_a_side_effect(start, cluster):
@@ -320,7 +324,7 @@ def test_no_room_in_memory_is_a_miss_without_a_side_effect(start, cluster):
     before = store.core.pool.stats(), store.disk.pool.stats()
     result = store.load(hashes)
     assert (result.num_blocks, result.num_disk) == (0, 0)
-    assert "pool_full" in result.reason
+    assert "pool_full" in why(result)
     after = store.core.pool.stats(), store.disk.pool.stats()
     assert (after[0].num_free, after[0].num_writing, after[1].num_pinned) == (
         before[0].num_free, before[0].num_writing, 0,
@@ -337,7 +341,9 @@ def test_the_oldest_block_is_pinned_and_others_make_room(start, cluster):
     store.save(oldest)
     grant = store.disk.pool.pin_prefix(oldest, "test", 1e12)
     for seed in range(4):
-        store.save(cluster.hashes(3, seed=seed), first=4)
+        own = cluster.hashes(3, seed=seed)
+        store.save(own, first=4, is_written=False)
+        wait_until(lambda own=own: store.disk.lookup(own) == 3)
     assert store.disk.lookup(oldest) == 1
     assert store.dropped("disk_full") == 0
     store.disk.pool.release(grant.lease_id, "test")
