@@ -15,6 +15,7 @@ import mmap
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvstore.blocks.chain import BlockHashes
@@ -87,7 +88,7 @@ class Writer:
         self._sync, self._before_write, self._wake, self._budget = sync, before_write, wake, budget
         self._is_off = is_off
         self._seen = SeenFilter(max(4 * context.disk_pool.num_slots, 1 << 16)) if second_use else None
-        self._lock = threading.Lock()
+        self._lock, self._claiming = threading.Lock(), threading.Lock()
         self._queue: deque[_Offer] = deque()
         self.num_queued = 0
         self.counts = WriterCounts()
@@ -128,10 +129,13 @@ class Writer:
         Raises:
             OSError: the disk refused; the blocks of this turn are left out, and none of them can be found.
         """
-        if (offer := self._take()) is None:
-            return False
-        self._before_write()
-        self._write(offer)
+        with ExitStack() as turn:
+            # Until the slots are claimed: so blocks that follow each other are neighbours in the file, too.
+            turn.enter_context(self._claiming)
+            if (offer := self._take()) is None:
+                return False
+            self._before_write()
+            self._write(offer, turn.close)
         return True
 
     def _take(self) -> _Offer | None:
@@ -149,7 +153,7 @@ class Writer:
             self.num_queued -= len(offer.slots)
             return offer
 
-    def _write(self, offer: _Offer) -> None:
+    def _write(self, offer: _Offer, claimed: Callable[[], None]) -> None:
         context, pool = self._context, self._context.memory_pool
         lease_id, held = pool.hold(offer.slots, offer.namespace, OWNER)
         self._drop("evicted", len(offer.slots) - len(held))
@@ -158,7 +162,7 @@ class Writer:
         try:
             wanted = [block for block in held if self._is_wanted(block)]
             for run in _runs(wanted):
-                self._write_run(offer, run)
+                self._write_run(offer, run, claimed)
         finally:
             pool.release(lease_id, OWNER)
             context.changed()
@@ -169,7 +173,7 @@ class Writer:
         with self._lock:
             return self._seen.saw(block.block_hash)
 
-    def _write_run(self, offer: _Offer, run: list[HeldBlock]) -> None:
+    def _write_run(self, offer: _Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
         """Write one run of a chain; blocks of it that are on the disk already are not written again."""
         context, pool = self._context, self._context.disk_pool
         try:
@@ -178,6 +182,8 @@ class Writer:
             logger.debug("blocks are not written to disk: %s", error)
             self._drop("disk_pool", len(run))
             return
+        finally:
+            claimed()
         self._drop("disk_full", ticket.num_refused)
         if not ticket.write_id:
             if ticket.num_clears != offer.num_clears:
