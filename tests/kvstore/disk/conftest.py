@@ -1,5 +1,7 @@
 """Stores with a disk tier, and gates before their files; see tests/kvstore/disk_store.py."""
 
+import os
+
 import pytest
 from disk_store import Gate, Store
 
@@ -48,3 +50,9 @@ def writes(cluster, monkeypatch):
     yield gate
     gate.error = None
     gate.let_go()
+
+
+@pytest.fixture
+def num_fds():
+    """Return how many descriptors this process has open."""
+    return lambda: len(os.listdir("/proc/self/fd"))
