@@ -29,9 +29,9 @@ def start(cluster, disk_settings, saved):
     """Start a store with a disk tier; several share what was saved, not the path."""
 
     def start(node_id="a", **settings):
-        own = {"disk_path": f"{disk_settings['disk_path']}-{node_id}"}
-        return Store(cluster, node_id, disk_settings | own | settings, saved)
+        return Store(cluster, node_id, disk_settings | {"disk_path": start.path(node_id)} | settings, saved)
 
+    start.path = lambda node_id: f"{disk_settings['disk_path']}-{node_id}"
     return start
 
 
