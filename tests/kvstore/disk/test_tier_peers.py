@@ -74,8 +74,7 @@ def test_a_damaged_block_of_a_peer_is_a_miss_here(start, cluster):
     flip(store.slots, slot_span(store.folder, hashes[7])[0] + PAGE_BYTES + 3)
     assert other.load(hashes).num_blocks == 7
     store.settle()
-    print(located(other, hashes), located(store, hashes))
-    wait_until(lambda: located(other, hashes) == {"a": 7})
+    wait_until(lambda: located(other, hashes) == {"a": 7, "b": 7})
 
 
 def test_a_peer_whose_disk_hangs_costs_a_part_of_the_time(start, cluster, reads):
