@@ -11,7 +11,7 @@ VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin
 ARGS ?=
 MINUTES ?= 10
 FRAMES ?= 20000
-PROCESSES ?= 2
+PROCESSES ?= 3
 
 .PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench bench-serving soak fuzz clean
 
@@ -24,7 +24,7 @@ setup:  ## make .venv with everything that is needed
 demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json" and others are passed on
 	@$(BIN)/python examples/prefill_decode.py $(ARGS)
 
-test: setup  ## the tests, in two processes; ARGS="-k pool -x" is passed to pytest, PROCESSES=0 takes one (for -s or --pdb)
+test: setup  ## the tests, in three processes; ARGS="-k pool -x" is passed to pytest, PROCESSES=0 takes one (for -s or --pdb)
 	@$(BIN)/python -m pytest -q tests -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray

@@ -154,11 +154,13 @@ class Client:
         finally:
             lookups.keep(connection)
         if not remote:
-            num_local, num_disk = decode_held(answer)
-            return Match(num_local=num_local, num_disk=num_disk)
+            num_local, num_disk, disk_bytes_per_s = decode_held(answer)
+            return Match(num_local=num_local, num_disk=num_disk, disk_bytes_per_s=disk_bytes_per_s)
         found = decode_found_by_store(answer)
         (_, num_local), *others = found.nodes
-        return Match(num_local=num_local, nodes=tuple(others), num_disk=found.num_disk)
+        return Match(
+            num_local=num_local, nodes=tuple(others), num_disk=found.num_disk, disk_bytes_per_s=found.disk_bytes_per_s
+        )
 
     def map_presence(self) -> None:
         """Map the memory that `is_surely_absent` reads; before, that returns False. May be called again.
@@ -173,7 +175,8 @@ class Client:
 
         Args:
             hashes: a chain from its root; only its first block is checked.
-            remote: whether what other nodes have counts; then nothing is sure while the store knows of any.
+            remote: whether what other nodes have counts. Then nothing is sure while the store knows of another node, or
+                before it asked the directory for the first time: it does so for a lookup or a load that misses a block.
 
         Returns:
             True if a lookup made now would find nothing. False says nothing; ask `lookup`.
@@ -188,6 +191,10 @@ class Client:
     def lease(self, hashes: BlockHashes, ttl_s: float = 30.0) -> Lease:
         """Pin the prefix of a chain that is in this node's memory.
 
+        Args:
+            hashes: the blocks wanted, a run of a chain.
+            ttl_s: how long the lease holds unless renewed. The setting `lease_ttl_s` does not change this default.
+
         Returns:
             A lease that may be shorter than asked for, even empty. Release it, or let it expire.
 
@@ -199,7 +206,7 @@ class Client:
         return lease.take_lease(self._attached, hashes, ttl_s)
 
     def pin(self, hashes: BlockHashes, *, soft: bool = False, ttl_s: float | None = None) -> Pinned:
-        """Keep a chain's prefix in this node's memory until `unpin` or this client's end.
+        """Keep a chain's prefix in this node's memory until `unpin`, the end of `ttl_s` or this client's end.
 
         Args:
             hashes: the blocks wanted; the prefix that is in this node's memory now is kept.
@@ -240,9 +247,11 @@ class Client:
         """Store engine blocks; blocks that are already stored are skipped.
 
         The engine must not overwrite the blocks before the job is done or abandoned. A block can be found only once all
-        its bytes are in place; once the job is done, other nodes can find it too. If the blocks have several parts, all
-        ranks save the same hashes, and each rank's job is done when all parts are saved. If the namespace is cleared
-        after this call, nothing of this save is stored, however late its copies begin.
+        its bytes are in place. Once the job is done, this node can find the blocks, and usually other nodes can too:
+        the job waits for the directory, but for about a second at most, and not for one that is known to be away. If
+        the blocks have several parts, all ranks save the same hashes, and each rank's job is done when all parts are
+        saved. If the namespace is cleared after this call, nothing of this save is stored, however late its copies
+        begin.
 
         Args:
             hashes: a run of a chain, from its root or right after a stored block.
@@ -439,7 +448,8 @@ class Client:
     ) -> Job[FetchResult]:
         """Bring the blocks of a ticket into the engine's cache, wherever they were published.
 
-        A ticket serves one fetch that delivers everything; a failed fetch may be tried again before it expires.
+        A ticket serves one fetch. A fetch that failed may be tried again before the ticket expires, with one exception:
+        if the READ from another node brought all blocks, the ticket is used, also if the copy to the cache then failed.
 
         Args:
             ticket: of `publish`, `begin_publish` or `prepare_ticket`.

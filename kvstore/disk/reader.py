@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 #: Bytes of one call: enough for the disk's full speed, and the first blocks of a long chain come early.
 _MOST_BYTES = 8 << 20
 _NEVER_S = float("inf")
+#: Owners of reads, and of the writes to memory that they make, begin with this.
+READER = "disk-read-"
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Reader:
             DiskUnavailable: the disk is off.
             PoolExhausted: the memory has too many unfinished writes.
         """
-        context, owner = self.context, f"disk-{next(self._numbers)}"
+        context, owner = self.context, f"{READER}{next(self._numbers)}"
         memory = context.memory_pool
         # Before the blocks of the disk are pinned: a clearing between the two makes the claim fail.
         num_clears = memory.num_clears(chain.namespace)

@@ -60,6 +60,7 @@ class DiskThreads:
         # One condition each: a notification that wakes the watcher would be lost for the others.
         self._work, self._look = threading.Condition(self._lock), threading.Condition(self._lock)
         self._is_watcher_asleep = False
+        self._num_asked = 0
         self.breaker = Breaker()
         self._reads: deque[Read] = deque()
         #: When each operation that runs was begun, by thread.
@@ -105,10 +106,11 @@ class DiskThreads:
     def write_soon(self) -> None:
         """Have `write_some` called; never waits for the disk."""
         with self._lock:
-            if not self._has_writes:
-                self._has_writes = True
+            self._num_asked += 1
+            self._has_writes = True
+            if self._has_work():
                 self._work.notify()
-                self._wake_watcher()
+            self._wake_watcher()
 
     def stop(self, timeout_s: float) -> bool:
         """Take nothing more and wait for what runs; return whether all of it ended."""
@@ -132,9 +134,10 @@ class DiskThreads:
                 read = self._reads.popleft() if self._reads else None
                 if read is None:
                     self._num_writing += 1
-                    self._has_writes = False
-                own = threading.get_ident()
+                num_asked, own = self._num_asked, threading.get_ident()
                 self._running[own] = clock.now_s()
+                if self._has_work():
+                    self._work.notify()  # A thread for each, so that the disk has several calls to do at once.
                 self._wake_watcher()
             has_more = False
             error: Exception | None = None
@@ -158,7 +161,8 @@ class DiskThreads:
                     went_off = self.breaker.num_trips > num_trips
                 elif error is None and not was_late and (read is not None or has_more):
                     self.breaker.passed()
-                self._has_writes |= has_more
+                if read is None:
+                    self._has_writes = has_more or self._num_asked != num_asked
                 self._work.notify()
             if read is not None:
                 with contextlib.suppress(Exception):

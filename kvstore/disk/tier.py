@@ -20,7 +20,7 @@ from kvstore.disk.context import TierContext
 from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
 from kvstore.disk.index_file import IndexFile
 from kvstore.disk.places import Places
-from kvstore.disk.reader import DiskRead, Reader
+from kvstore.disk.reader import READER, DiskRead, Reader
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from kvstore.disk.restore import restore, usable
 from kvstore.disk.slot_file import SlotFile
@@ -32,6 +32,7 @@ from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.rates import MeasuredRate
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class DiskTier:
         self._reader: Reader | None = None
         self._threads: DiskThreads | None = None
         self.num_restored = 0
+        #: Of blocks that loads of this node read.
+        self.rate = MeasuredRate()
         #: Held while files are opened, and while the index is read: they must not be closed meanwhile.
         self._beginning = threading.Lock()
         # At once: a clearing before the first client has to last, too.
@@ -203,9 +206,9 @@ class DiskTier:
         records = usable(found, num_whole, slots.slot_bytes, context.version_of)
         return restore(context.disk_pool, context.places, records, num_clears)
 
-    def offer(self, namespace: bytes, slots: list[int]) -> None:
+    def offer(self, namespace: bytes, slots: list[int], owner: str) -> None:
         """Note that blocks of memory became readable. Under the memory pool's lock, so nothing here waits."""
-        if self._writer is not None:
+        if self._writer is not None and not owner.startswith(READER):  # Those come from the disk.
             self._writer.offer(namespace, slots)
 
     def used(self, namespace: bytes, slots: list[int]) -> None:
@@ -289,6 +292,7 @@ class DiskTier:
             "reason": self.reason,
             "note": self.note,
             "num_restored": self.num_restored,
+            "read_gb_per_s": round(self.rate.bytes_per_s / 1e9, 3),
         }
         if context is None or writer is None or reader is None or threads is None:
             return result

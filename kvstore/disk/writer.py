@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 OWNER = "disk-writer"
 #: Blocks and bytes that one turn of a thread writes, so that reads are not kept waiting.
-_MOST_BLOCKS, _MOST_BYTES = 256, 32 << 20
+_MOST_BLOCKS, _MOST_BYTES = 256, 16 << 20
+#: And at most one of so many blocks of the memory.
+_LEAST_SHARE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,9 @@ class Writer:
             if not self._queue:
                 return None
             offer = self._queue.popleft()
-            context = self._context
-            # Of a small memory only a part: a write that hangs keeps its blocks pinned.
-            most = min(_MOST_BLOCKS, _MOST_BYTES // context.slots.stride_bytes, context.memory_pool.num_slots // 8)
-            most = max(1, most)
+            most = min(_MOST_BLOCKS, _MOST_BYTES // self._context.slots.stride_bytes)
+            # Blocks that are being written are pinned: saves must find enough others to evict.
+            most = max(1, min(most, self._context.memory_pool.num_slots // _LEAST_SHARE))
             if len(offer.slots) > most:
                 rest = _Offer(offer.namespace, offer.slots[most:], offer.num_clears, offer.version)
                 self._queue.appendleft(rest)
@@ -192,8 +193,7 @@ class Writer:
             self._write_slots(records, blocks)
             if self._sync:
                 context.slots.sync()
-            for record in records:
-                context.index.write(record)
+            context.index.write_all(records)
             if self._sync:
                 context.index.sync()
             num_published = pool.complete_store(ticket.write_id, OWNER)

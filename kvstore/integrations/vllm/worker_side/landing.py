@@ -97,3 +97,4 @@ def count_load(stats: Stats, load: Running, result: LoadResult, verb: str = "loa
     stats.time(verb, time.perf_counter() - load.begin_s)
     stats.count(f"num_{verb}ed_local_blocks", result.num_local)
     stats.count(f"num_{verb}ed_peer_blocks", result.num_peer)
+    stats.count(f"num_{verb}ed_disk_blocks", result.num_disk)
