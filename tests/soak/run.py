@@ -59,6 +59,7 @@ _HELD_IN_POOL = ("num_pinned", "num_leases", "num_writing", "num_writes", "num_q
 _DISK_THREADS = [*(f"raykv-disk-{number}" for number in range(4)), "raykv-disk-versions", "raykv-disk-watch"]
 #: A store that comes back must have this share of the blocks that were on its disk when it was killed.
 _RESTORED = 0.9
+_DISK_COUNTS = ("num_written", "num_read", "num_damaged", "num_failed", "num_late", "num_trips")
 _HELD_BESIDE = ("num_handoffs", "num_handoff_slots", "num_handoff_fetches", "num_abandoned_reads")
 
 
@@ -88,18 +89,20 @@ class Outcome:
             for word in words[:-1]:
                 at = at.setdefault(word, {})
             at[words[-1]] = count
-        return {
-            **value,
-            "counts": nested,
-            "faults": dict(self.faults),
-            "recovery_s": dict(self.recovery_s),
-            "disk": dict(self.disk),
-        }
+        plain = {name: dict(value[name]) for name in ("faults", "recovery_s", "disk")}
+        return {**value, "counts": nested, **plain}
 
 
 def soak(
-    *, seed: int, minutes: float, num_clients: int, lane: str, keep_logs: bool, say: Callable[[str], None], only_disk: bool = False,
-) -> Outcome:  # fmt: skip
+    *,
+    seed: int,
+    minutes: float,
+    num_clients: int,
+    lane: str,
+    keep_logs: bool,
+    say: Callable[[str], None],
+    only_disk: bool = False,
+) -> Outcome:
     """Run a soak; what is wrong is in the outcome's findings.
 
     Args:
@@ -193,6 +196,8 @@ class _Soak:
         self._outcome, self._target, self._disks, self._mark, self._say = outcome, target, disks, mark, say
         #: Folders whose files were spoilt since a store opened them.
         self._spoilt: set[str] = set()
+        #: What each life of each disk tier has counted so far.
+        self._lives: dict[tuple[int, int], dict[str, Any]] = {}
         self._fleet = Fleet(outcome.seed, target.path_files, target.weights_file, folder)
         self._began_s = time.monotonic()
         self._said_s = 0.0
@@ -268,6 +273,7 @@ class _Soak:
         client = choice.victim % self._outcome.num_clients
         node = choice.victim % len(self._target.node_ids)
         part = f"{what} {node}" if what in ("store", "mover") else what
+        self._look_at_disks()
         self._note(f"{choice.fault.value} {client if what == 'client' else part} {choice.stopped_s}")
         self._outcome.faults[choice.fault.value] += 1
         began_s = time.monotonic()
@@ -378,6 +384,13 @@ class _Soak:
         self._note(f"{disk['num_restored']} blocks restored: {disk}")
         return disk
 
+    def _look_at_disks(self) -> None:
+        """Note what the disk tiers have counted; a store that is killed takes its counts along."""
+        for node in range(len(self._target.node_ids)):
+            with contextlib.suppress(KVStoreError):
+                stats = self._target.ask(node, "stats")
+                self._lives[node, stats["pid"]] = stats["disk"]
+
     def _check_disks(self) -> None:
         """At rest, each disk tier has its threads and no other, and there is no folder more than there are stores."""
         for node in range(len(self._target.node_ids)):
@@ -385,8 +398,6 @@ class _Soak:
             if threads != _DISK_THREADS:
                 self._finding(f"node {node} has other threads of its disk than it should: {threads}")
             self._note(f"disk of node {node} at the end: {disk}")
-            for name in ("num_written", "num_read", "num_damaged", "num_failed", "num_late", "num_trips"):
-                self._outcome.disk[f"last lives: {name}"] += disk[name]
         folders = self._disks.folders()
         if len(folders) != len(self._target.node_ids):
             self._finding(f"{[folder.name for folder in folders]} for {len(self._target.node_ids)} stores")
@@ -401,6 +412,7 @@ class _Soak:
             self._finding(f"no client did anything in the {GCS_STOPPED_S:g} s for which the GCS was stopped")
 
     def _check_pools(self) -> None:
+        self._look_at_disks()
         for node in range(len(self._target.node_ids)):
             try:
                 self._target.ask(node, "check_integrity")
@@ -462,6 +474,9 @@ class _Soak:
         for node in range(len(self._target.node_ids)):
             self._verify_disk(node)
         self._check_pools()
+        for disk in self._lives.values():
+            for name in _DISK_COUNTS:
+                self._outcome.disk[name] += disk.get(name, 0)
 
     def _verify_disk(self, node: int) -> None:
         """Load every chain on a node: what its memory lacks comes from its disk, then from the other node."""
