@@ -44,6 +44,8 @@ def show(outcome: Outcome) -> None:
             total = f" ({sum(values.values()):,})" if title in ("operations", "loads") else ""
             text = ", ".join(f"{name} {count:,}" for name, count in sorted(values.items(), key=lambda item: -item[1]))
             console.print(f"[bold]{title}[/]{total}: {text}")
+    faults = ", ".join(f"{name} {count:,}" for name, count in sorted(outcome.faults.items()))
+    console.print(f"[bold]faults[/]: {faults}")
     disk = ", ".join(f"{name} {count:,}" for name, count in sorted(outcome.disk.items()))
     console.print(f"[bold]disk[/]: {disk}")
     table = Table(title="faults, and seconds until the store served again", title_justify="left")

@@ -59,6 +59,10 @@ _HELD_IN_POOL = ("num_pinned", "num_leases", "num_writing", "num_writes", "num_q
 _DISK_THREADS = [*(f"raykv-disk-{number}" for number in range(4)), "raykv-disk-versions", "raykv-disk-watch"]
 #: A store that comes back must have this share of the blocks that were on its disk when it was killed.
 _RESTORED = 0.9
+#: How long a store takes to begin, about.
+_BEGINNING_S = 3.0
+#: How long clients meet what was spoilt, before the next fault.
+_SPOILT_S = 1.5
 _DISK_COUNTS = ("num_written", "num_read", "num_damaged", "num_failed", "num_late", "num_trips")
 _HELD_BESIDE = ("num_handoffs", "num_handoff_slots", "num_handoff_fetches", "num_abandoned_reads")
 
@@ -333,12 +337,32 @@ class _Soak:
 
     def _refuse(self, choice: FaultChoice, node: int) -> None:
         """Have the disk of a node refuse or hang for a while; clients of both nodes have to go on meanwhile."""
-        before = self._fleet.num_done_by_all()
         folder = self._disks.folders()[node]
+        if choice.is_between and (owner := self._node_with(folder)) is not None:
+            self._refuse_a_beginning(choice, folder, owner)
+            return
+        before = self._fleet.num_done_by_all()
         with self._disks.refusing(choice.fault, folder, choice.stopped_s):
             self._wait(choice.stopped_s)
         if choice.stopped_s > 2.0 and self._fleet.num_done_by_all() <= before:
             self._finding(f"no client did anything in the {choice.stopped_s:g} s of {choice.fault.value}")
+
+    def _refuse_a_beginning(self, choice: FaultChoice, folder: Path, node: int) -> None:
+        """Have the disk refuse or hang while a store begins; at the latest the next one has the tier again."""
+        self._outcome.faults[f"{choice.fault.value}, between two lives"] += 1
+        part = f"store {node}"
+        with self._disks.refusing(choice.fault, folder, _BEGINNING_S + choice.stopped_s):
+            old_pid = self._target.kill(part)
+            self._wait(_BEGINNING_S + choice.stopped_s)
+        self._target.wait_replaced(part, old_pid, RECOVERY_S["store"])
+        self._target.wait_serving(RECOVERY_S["store"])
+        disk = self._target.disk(node)
+        if "pool" not in disk:
+            self._note(f"the tier did not begin: {disk}")
+            self._outcome.disk["stores that began without their tier"] += 1
+            old_pid = self._target.kill(part)
+            self._target.wait_replaced(part, old_pid, RECOVERY_S["store"])
+            self._target.wait_serving(RECOVERY_S["store"])
 
     def _spoil(self, choice: FaultChoice) -> None:
         """Change files of a disk, while a store has them open or between two lives of it."""
@@ -347,6 +371,7 @@ class _Soak:
         self._spoilt.add(str(folder))
         if node is None:
             self._note(f"{folder.name}: {self._disks.spoil(choice.fault, folder)}")
+            self._wait(_SPOILT_S)
             return
         self._outcome.faults[f"{choice.fault.value}, between two lives"] += 1
         old_pid = self._target.kill(f"store {node}")
