@@ -21,6 +21,7 @@ def start(
     name: str = "default",
     address: str | None = None,
     timeout_s: float = 60.0,
+    disk_capacity: str | int = 0,
     **settings: Any,
 ) -> Store:
     """Run a store on every node of the Ray cluster, or join the running one.
@@ -36,6 +37,7 @@ def start(
             "local": a Ray of this process alone. Not needed inside a Ray job or actor.
         timeout_s: time for the whole call: joining or starting Ray, and every node until it is ready. If it is not
             enough, the call takes a few seconds more to end everything that it began.
+        disk_capacity: disk for blocks on each node, such as "100GiB"; only together with `disk_path`, the folder.
         settings: any other field of StoreConfig, as docs/api.md lists them.
 
     Returns:
@@ -61,6 +63,10 @@ def start(
         check_text("address", address)
     if "capacity_bytes" in settings:
         raise ConfigError("capacity_bytes: pass it as capacity=, the first argument of start()")
+    if disk_capacity:
+        if "disk_capacity_bytes" in settings:
+            raise ConfigError("disk_capacity_bytes: wanted it or disk_capacity=, got both; leave one out")
+        settings["disk_capacity_bytes"] = parse_bytes(disk_capacity)
     StoreConfig.check_names(settings)
     config = StoreConfig(name=name, capacity_bytes=parse_bytes(capacity), **settings)
     return starting.start(config, address, timeout_s)

@@ -1,4 +1,4 @@
-"""The commands `kvstore start|status|stop|doctor|bench`. Thin: other modules find out what they show.
+"""The commands `kvstore start|status|stop|doctor|bench|replay|trace`. Thin: other modules find out what they show.
 
 One of the two modules of the core that may import kvstore.actors, and only when a command needs it.
 """
@@ -14,12 +14,25 @@ from typing import Any
 import click
 
 from kvstore import __version__
+from kvstore.bench.commands import disk, gpu
 from kvstore.config import parse_bytes
 from kvstore.errors import ConfigError, StoreNotRunning
-from kvstore.tools.commands import ADDRESS, JSON, MAX_ERROR_CHARS, NAME, OUTPUT, POSITIVE, Group, Seconds, parse_size
+from kvstore.replay.commands import replay, trace_group
+from kvstore.tools.commands import (
+    ADDRESS,
+    JSON,
+    MAX_ERROR_CHARS,
+    NAME,
+    OUTPUT,
+    POSITIVE,
+    Group,
+    Seconds,
+    disk_options,
+    disk_settings,
+    parse_size,
+    write_rows,
+)
 from kvstore.tools.doctor import Status, human_bytes, machine_checks
-from kvstore.tools.documents import as_document
-from kvstore.tools.provenance import provenance
 from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
 
 #: How long `kvstore stop` tries to join Ray.
@@ -57,8 +70,16 @@ def main() -> None:
     show_default=True,
     help="Seconds within which every node has to have its store.",
 )
+@disk_options
 def start(
-    capacity: str, name: str, address: str | None, lane: str, block_bytes: str, local: bool, timeout_s: float
+    capacity: str,
+    name: str,
+    address: str | None,
+    lane: str,
+    block_bytes: str,
+    local: bool,
+    timeout_s: float,
+    **disk: Any,
 ) -> None:
     """Run a store on every node of a Ray cluster.
 
@@ -75,6 +96,7 @@ def start(
         "capacity": parse_size("--capacity", capacity),
         "block_bytes": parse_size("--block-bytes", block_bytes),
         "timeout_s": timeout_s,
+        **disk_settings(**disk),
     }
     if local:
         from kvstore.actors.session.foreground import serve_until_signal
@@ -108,6 +130,8 @@ def start(
 
 def _started(store: Any) -> str:
     capacity = human_bytes(store.config.capacity_bytes)
+    if store.config.disk_path:
+        capacity += f" and {human_bytes(store.config.disk_capacity_bytes)} of disk"
     where = f"on {len(store.node_ids())} node(s) of the Ray at {store.address}"
     return f"store {store.config.name!r} runs {where}, {capacity} each"
 
@@ -217,7 +241,7 @@ def transfer(
             run_transfer(chosen, blocks, parse_bytes(load_bytes), rounds, say, found)
     except (KeyboardInterrupt, SystemExit):
         found.failures.append("the rest: interrupted")
-    _write(found.rows, as_json, output)
+    write_rows(found.rows, as_json, output)
     if found.rows and not as_json:
         show_rows(found.rows, ("lane", "block_bytes"), lambda row: f"{row['gb_per_s']:.2f}", "GB/s")
     for failure in found.failures:
@@ -239,51 +263,9 @@ def control(counts: tuple[int, ...], rounds: int, as_json: bool, output: Path | 
 
     with progress() as say:
         rows = run_control(list(counts or (128, 2048)), rounds, say)
-    _write(rows, as_json, output)
+    write_rows(rows, as_json, output)
     if not as_json:
         show_rows(rows, ("op", "num_hashes"), lambda row: f"{row['p50_us']:,} / {row['p99_us']:,}", "us, p50 / p99")
-
-
-@bench.command(short_help="GB/s between an engine's cache and slots.")
-@click.option("--shape", "shapes", multiple=True, help="8B, 70B/TP8 or MLA; may be repeated. Default: all.")
-@click.option("--block-size", "sizes", multiple=True, type=POSITIVE, help="Tokens; may be repeated. Default: 16 64.")
-@click.option(
-    "--num-blocks", "counts", multiple=True, type=POSITIVE, help="May be repeated. Default: 8 16 64 256 1024."
-)
-@click.option(
-    "--max-bytes", default="2GiB", show_default=True, help="Leave out measurements that would move more at once."
-)
-@click.option("--rounds", type=POSITIVE, default=7, show_default=True, help="The median counts.")
-@JSON
-@OUTPUT
-def gpu(
-    shapes: tuple[str, ...],
-    sizes: tuple[int, ...],
-    counts: tuple[int, ...],
-    max_bytes: str,
-    rounds: int,
-    as_json: bool,
-    output: Path | None,
-) -> None:
-    """GB/s of blocks between a CUDA cache of separate layers, device memory and pinned host memory.
-
-    Ours beside one copy of the same bytes (the limit), a copy for each fragment, the driver's batch of fragments,
-    and torch's gather. Pack and unpack are in device memory; the other directions cross the link. No Ray is started.
-    """
-    from kvstore.bench.gpu import SHAPES, run_gpu
-
-    with progress() as say:
-        rows = run_gpu(
-            shapes or tuple(SHAPES), sizes or (16, 64), counts or (8, 16, 64, 256, 1024), rounds,
-            parse_bytes(max_bytes), say,
-        )  # fmt: skip
-    _write(rows, as_json, output)
-    if not as_json:
-        groups = ("shape", "block_size", "num_blocks", "direction")
-        beside = [row for row in rows if "product_ms" in row]
-        show_rows([row for row in rows if row not in beside], groups, lambda row: f"{row['gb_per_s']:.1f}", "GB/s")
-        title = "GB/s of loads, ms of a matrix product beside them"
-        show_rows(beside, groups, lambda row: f"{row['gb_per_s']:.1f}, {row['product_ms']:.2f}", title)
 
 
 @bench.command(short_help="GB/s of a request's blocks from engine to engine.")
@@ -315,16 +297,15 @@ def handoff(
     with progress() as say:
         rows = run_handoff(
             shapes or ("8B",), sizes or (16,), counts or (16, 64, 256), rounds, device, say,
-            lambda rows: _write(rows, False, output),
+            lambda rows: write_rows(rows, False, output),
         )  # fmt: skip
-    _write(rows, as_json, output)
+    write_rows(rows, as_json, output)
     if not as_json:
         groups = ("shape", "block_size", "num_blocks", "direction")
         show_rows(rows, groups, lambda row: f"{row['gb_per_s']:.1f}", "GB/s")
 
 
-def _write(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:
-    if output is not None:
-        output.write_text(as_document({**provenance(), "rows": rows}))
-    if as_json:
-        click.echo(as_document(rows), nl=False)
+bench.add_command(gpu)
+bench.add_command(disk)
+main.add_command(replay)
+main.add_command(trace_group)

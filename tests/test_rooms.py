@@ -18,12 +18,12 @@ PACKAGE = ROOT / "kvstore"
 FLOORS = (
     "errors", "bounds", "config", "kernel_errors", "kernels", "runtime", "blocks", "rpc", "memory", "pool", "disk",
     "engine", "mover", "tools", "remote", "handoff", "node", "client", "actors", "api", "integrations", "bench",
-    "actors.bench", "cli",
+    "replay", "actors.bench", "cli",
 )  # fmt: skip
 #: Two columns that never import each other: what runs in a worker's process, and what runs in the store's.
 WORKER, STORE = {"engine", "client"}, {"pool", "disk", "mover", "remote", "handoff", "node"}
 #: Folders that are rooms; actors and kernels are links (docs/adr/0001-packaging.md).
-ROOMS = WORKER | STORE | {"runtime", "blocks", "rpc", "memory", "tools", "bench"}
+ROOMS = WORKER | STORE | {"runtime", "blocks", "rpc", "memory", "tools", "bench", "replay"}
 MOST_MODULES = 14
 #: Of kernels: nearly each is one .cu file's launcher or reference, and dividing them would part what is read together.
 MOST_KERNELS = 22

@@ -1,4 +1,4 @@
-"""The measurements of `kvstore bench gpu`, in one process and without Ray.
+"""The measurements of `kvstore bench gpu` and `kvstore bench disk`, in one process and without Ray.
 
 In: sizes and ways.
 Out: rows of figures.

@@ -154,11 +154,13 @@ class Client:
         finally:
             lookups.keep(connection)
         if not remote:
-            num_local, num_disk = decode_held(answer)
-            return Match(num_local=num_local, num_disk=num_disk)
+            num_local, num_disk, disk_bytes_per_s = decode_held(answer)
+            return Match(num_local=num_local, num_disk=num_disk, disk_bytes_per_s=disk_bytes_per_s)
         found = decode_found_by_store(answer)
         (_, num_local), *others = found.nodes
-        return Match(num_local=num_local, nodes=tuple(others), num_disk=found.num_disk)
+        return Match(
+            num_local=num_local, nodes=tuple(others), num_disk=found.num_disk, disk_bytes_per_s=found.disk_bytes_per_s
+        )
 
     def map_presence(self) -> None:
         """Map the memory that `is_surely_absent` reads; before, that returns False. May be called again.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from kvstore.blocks.shape import KVShape
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.job import Job
 
@@ -140,11 +141,25 @@ class Match:
         num_local: usable prefix length, in blocks, in this node's memory.
         nodes: (node id, prefix length) of other nodes, longest first, on whichever tier.
         num_disk: blocks after these that are on this node's disk.
+        disk_bytes_per_s: how fast loads read that disk lately; 0 if it was not measured yet.
     """
 
     num_local: int
     nodes: tuple[tuple[str, int], ...] = ()
     num_disk: int = 0
+    disk_bytes_per_s: int = 0
+
+    def worth_loading(self, shape: KVShape, prefill_tokens_per_s: float) -> Match:
+        """Return what is left when reading the disk would take longer than computing the same tokens.
+
+        Args:
+            shape: of the blocks.
+            prefill_tokens_per_s: how fast the engine computes a prompt; 0 if it is not known, then nothing is left out.
+        """
+        if not (prefill_tokens_per_s and self.disk_bytes_per_s):
+            return self
+        is_slow = shape.block_bytes / self.disk_bytes_per_s > shape.block_size / prefill_tokens_per_s
+        return replace(self, num_disk=0) if is_slow else self
 
     @property
     def num_here(self) -> int:

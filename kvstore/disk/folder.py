@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 LABEL, LOCK, SLOTS, INDEX, VERSIONS = "tier.json", "lock", "slots.bin", "index.bin", "versions.json"
 _MAGIC = "raykv disk tier"
+#: Begins the content of the lock, before the node that has it or had it last.
+_LOCK_MAGIC = b"raykv disk tier of node "
 _OURS = {LABEL, LOCK, SLOTS, INDEX, VERSIONS}
 _TEMPORARY = ".new"
 #: Node stores of one host that may share a path; each has a folder of its own.
@@ -81,11 +83,11 @@ class Folder:
             return None
         try:
             label = Label(**values)
-            bytes.fromhex(label.tier_id)
+            num_id_bytes = len(bytes.fromhex(label.tier_id))
         except (TypeError, ValueError):
             return None
         is_whole = isinstance(label.slot_bytes, int) and isinstance(label.num_slots, int)
-        return label if is_whole and len(label.tier_id) == 2 * TIER_ID_BYTES else None
+        return label if is_whole and num_id_bytes == TIER_ID_BYTES else None
 
     def begin(self, slot_bytes: int, num_slots: int) -> tuple[Label, str]:
         """Return the label for slots of this size, and why the tier begins empty; "" if it keeps its blocks.
@@ -157,11 +159,11 @@ def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: f
                 f"{path}: wanted a folder of user {os.geteuid()} with mode 0700, got mode {info.st_mode & 0o7777:o} of "
                 f"user {info.st_uid}; remove it, or give disk_path= another folder"
             )
-        lock_fd = _lock(path / LOCK, node_id, until_s)
+        _check_ours(path)  # Before the lock is made: in a folder of another program nothing is changed.
+        lock_fd = _lock(path / LOCK, _LOCK_MAGIC + node_id.encode(), until_s)
         if lock_fd is None:
             continue
         try:
-            _check_ours(path)
             _check_room(path, num_bytes)
             Folder(path, lock_fd).label()
         except BaseException:
@@ -171,7 +173,7 @@ def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: f
     raise ConfigError(f"disk_path: wanted at most {_MOST_STORES} stores below {base}, got one more; give another path")
 
 
-def _lock(path: Path, node_id: str, until_s: float) -> int | None:
+def _lock(path: Path, holder: bytes, until_s: float) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         while True:
@@ -180,12 +182,12 @@ def _lock(path: Path, node_id: str, until_s: float) -> int | None:
                 break
             except BlockingIOError:
                 # The store before this one may still be ending; another node's store is not waited for.
-                if os.pread(fd, 256, 0).decode(errors="replace") != node_id or clock.now_s() > until_s:
+                if os.pread(fd, len(holder) + 1, 0) != holder or clock.now_s() > until_s:
                     os.close(fd)
                     return None
                 time.sleep(_LOOK_AGAIN_S)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, node_id.encode(), 0)
+        os.pwrite(fd, holder, 0)
+        os.ftruncate(fd, len(holder))
     except BaseException:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -196,6 +198,11 @@ def _lock(path: Path, node_id: str, until_s: float) -> int | None:
 def _check_ours(path: Path) -> None:
     names = {entry.name for entry in path.iterdir()}
     strange = sorted(names - _OURS - {name + _TEMPORARY for name in _OURS})
+    if not strange and LOCK in names:
+        # Empty if its store ended in the middle of making it.
+        strange = [] if _LOCK_MAGIC.startswith((path / LOCK).read_bytes()[: len(_LOCK_MAGIC)]) else [LOCK]
+    elif not strange and names and Folder(path, -1).label() is None:
+        strange = sorted(names)
     if strange:
         raise ConfigError(
             f"{path}: wanted an empty folder or a disk tier, got other files ({clip(strange[0])}); give disk_path= "

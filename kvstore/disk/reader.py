@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 #: Bytes of one call: enough for the disk's full speed, and the first blocks of a long chain come early.
 _MOST_BYTES = 8 << 20
 _NEVER_S = float("inf")
+#: Owners of reads, and of the writes to memory that they make, begin with this.
+READER = "disk-read-"
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Reader:
             DiskUnavailable: the disk is off.
             PoolExhausted: the memory has too many unfinished writes.
         """
-        context, owner = self.context, f"disk-{next(self._numbers)}"
+        context, owner = self.context, f"{READER}{next(self._numbers)}"
         memory = context.memory_pool
         # Before the blocks of the disk are pinned: a clearing between the two makes the claim fail.
         num_clears = memory.num_clears(chain.namespace)
@@ -204,16 +206,35 @@ class DiskRead:
                 buffers.pop().release()
             views.release()
             pages.close()
+        # While this read still pins them: later the slots may have other blocks.
+        if damaged := self._damaged(piece):
+            self._reader.discard(damaged)
+
+    def _damaged(self, piece: _Piece) -> list[int]:
+        return [self._disk_slots[at] for at, ok in zip(piece.at, piece.is_ok, strict=True) if not ok]
 
     def _ended(self, piece: _Piece, error: Exception | None) -> None:
         """Note the end of a piece, and hand on the blocks that are complete from the first one on."""
         oks = piece.is_ok if error is None else [False] * len(piece.at)
-        damaged = [self._disk_slots[at] for at, ok in zip(piece.at, oks, strict=True) if not ok and error is None]
+        damaged = self._damaged(piece) if error is None else []
         if error is not None and not self.reason:
             self.reason = f"disk: {error}"
         elif damaged:
             self.reason = "disk: a block is damaged; it is stored again when it is computed"
             logger.warning("%d blocks of the disk are damaged: misses from now on", len(damaged))
+        self._count(oks, damaged, error)
+        try:
+            self._hand_on(piece, oks)
+        except Exception:
+            logger.exception("blocks of the disk could not be handed on")
+        # At the very end: the last one lets the slots go, and whoever waits continues.
+        with self._lock:
+            self._num_open -= 1
+            is_last = self._num_open == 0
+        if is_last:
+            self._end()
+
+    def _hand_on(self, piece: _Piece, oks: list[bool]) -> None:
         ready = num_read = 0
         with self._lock:
             for at, ok in zip(piece.at, oks, strict=True):
@@ -229,18 +250,8 @@ class DiskRead:
                 self._num_published = end
                 ready = self._indexes[end] if end < len(self._indexes) else self._num_reach
                 num_read = self.num_blocks
-            self._num_open -= 1
-            is_last = self._num_open == 0
-        self._count(oks, damaged, error)
-        if damaged:
-            self._reader.discard(damaged)
         if ready:
-            try:
-                self._on_ready(ready, num_read)
-            except Exception:
-                logger.exception("blocks of the disk could not be handed on")
-        if is_last:
-            self._end()
+            self._on_ready(ready, num_read)
 
     def _count(self, oks: list[bool], damaged: list[int], error: Exception | None) -> None:
         counts = self._reader.counts

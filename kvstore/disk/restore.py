@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.indexes import ints_in
@@ -36,10 +36,17 @@ def usable(
     return list(newest.values())
 
 
-def restore(pool: Pool, places: Places, records: Sequence[Record]) -> int:
-    """Make blocks of the disk findable; return how many. The pool is empty, and nothing else uses it yet.
+def restore(pool: Pool, places: Places, records: Sequence[Record], num_clears: Mapping[bytes, int]) -> int:
+    """Make blocks of the disk findable; return how many. The pool is empty, and nothing else stores in it yet.
 
     The runs that were written last are claimed last, so that they are evicted last.
+
+    Args:
+        pool: of the disk.
+        places: of its slots.
+        records: the blocks, of `usable`.
+        num_clears: of each namespace, noted before `usable` read its version: blocks of a namespace that was cleared
+            since then are left out.
     """
     spaces: dict[bytes, list[Record]] = defaultdict(list)
     for record in records:
@@ -52,7 +59,7 @@ def restore(pool: Pool, places: Places, records: Sequence[Record]) -> int:
         first = run[0]
         try:
             chain = BlockHashes(first.namespace, first.parent, first.depth, hashes_of(run))
-            ticket = pool.prepare_store(chain, OWNER, needs_parent=False)
+            ticket = pool.prepare_store(chain, OWNER, needs_parent=False, num_clears=num_clears[first.namespace])
         except KVStoreError as error:
             logger.warning("blocks of the disk are left out: %s", error)
             continue

@@ -56,9 +56,11 @@ class DiskThreads:
     ) -> None:
         self._write_some, self._timeout_s, self._on_off = write_some, timeout_s, on_off
         self._most_writing = num_threads // 2
-        lock = threading.Lock()
-        # For the threads that work, and for the one that watches them: a wake-up must not reach the wrong one.
-        self._condition, self._watched = threading.Condition(lock), threading.Condition(lock)
+        self._lock = threading.Lock()
+        # One condition each: a notification that wakes the watcher would be lost for the others.
+        self._work, self._look = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._is_watcher_asleep = False
+        self._num_asked = 0
         self.breaker = Breaker()
         self._reads: deque[Read] = deque()
         #: When each operation that runs was begun, by thread.
@@ -80,7 +82,7 @@ class DiskThreads:
     @property
     def is_off(self) -> bool:
         """Whether the disk is not asked now."""
-        with self._condition:
+        with self._lock:
             return self._is_closed or self._is_off()
 
     def _is_off(self) -> bool:
@@ -95,26 +97,27 @@ class DiskThreads:
         Raises:
             DiskUnavailable: the disk is off, or the store ends; none was queued.
         """
-        with self._condition:
+        with self._lock:
             if self._is_closed or self._is_off():
                 raise DiskUnavailable(f"the disk is off: {self.breaker.reason or 'the store ends'}; it is tried again")
             self._reads += reads
-            self._condition.notify(len(reads))
+            self._work.notify(len(reads))
 
     def write_soon(self) -> None:
         """Have `write_some` called; never waits for the disk."""
-        with self._condition:
-            if not self._has_writes:
-                self._has_writes = True
-                self._condition.notify()
-                self._watched.notify()
+        with self._lock:
+            self._num_asked += 1
+            self._has_writes = True
+            if self._has_work():
+                self._work.notify()
+            self._wake_watcher()
 
     def stop(self, timeout_s: float) -> bool:
         """Take nothing more and wait for what runs; return whether all of it ended."""
-        with self._condition:
+        with self._lock:
             self._is_closed = True
-            self._condition.notify_all()
-            self._watched.notify_all()
+            self._work.notify_all()
+            self._look.notify_all()
         self._fail_all(DiskUnavailable("the store ends"))
         until_s = clock.now_s() + timeout_s
         for thread in self.threads:
@@ -124,17 +127,18 @@ class DiskThreads:
 
     def _serve(self) -> None:
         while True:
-            with self._condition:
-                self._condition.wait_for(self._has_work)
+            with self._lock:
+                self._work.wait_for(self._has_work)
                 if self._is_closed:
                     return
                 read = self._reads.popleft() if self._reads else None
                 if read is None:
                     self._num_writing += 1
-                    self._has_writes = False
-                own = threading.get_ident()
+                num_asked, own = self._num_asked, threading.get_ident()
                 self._running[own] = clock.now_s()
-                self._watched.notify()
+                if self._has_work():
+                    self._work.notify()  # A thread for each, so that the disk has several calls to do at once.
+                self._wake_watcher()
             has_more = False
             error: Exception | None = None
             try:
@@ -146,9 +150,9 @@ class DiskThreads:
                 error, has_more = raised, read is None
             except Exception as raised:
                 logger.exception("an operation of the disk failed unexpectedly")
-                error = raised
+                error, has_more = raised, read is None  # More may wait: the next turn looks.
             went_off = False
-            with self._condition:
+            with self._lock:
                 num_trips = self.breaker.num_trips
                 was_late = clock.now_s() > self._running.pop(own) + self._timeout_s
                 self._num_writing -= read is None
@@ -157,8 +161,9 @@ class DiskThreads:
                     went_off = self.breaker.num_trips > num_trips
                 elif error is None and not was_late and (read is not None or has_more):
                     self.breaker.passed()
-                self._has_writes |= has_more
-                self._condition.notify()
+                if read is None:
+                    self._has_writes = has_more or self._num_asked != num_asked
+                self._work.notify()
             if read is not None:
                 with contextlib.suppress(Exception):
                     read.on_end(error)
@@ -172,19 +177,25 @@ class DiskThreads:
 
     def _watch(self) -> None:
         while True:
-            with self._condition:
+            with self._lock:
                 if self._is_closed:
                     return
-                self._watched.wait(_LOOK_S if self._running or self._has_writes or self._reads else None)
+                self._is_watcher_asleep = not (self._running or self._has_writes)
+                self._look.wait(None if self._is_watcher_asleep else _LOOK_S)
                 now_s = clock.now_s()
                 num_trips = self.breaker.num_trips
                 if any(now_s > began_s + self._timeout_s for began_s in self._running.values()):
                     self.breaker.trip(f"the disk hangs: no answer in {self._timeout_s:g} s", now_s)
                 elif self._has_writes:
-                    self._condition.notify_all()  # The disk's rest may have passed.
+                    self._work.notify_all()  # The disk's rest may have passed.
                 went_off = self.breaker.num_trips > num_trips
             if went_off:
                 self._went_off()
+
+    def _wake_watcher(self) -> None:
+        if self._is_watcher_asleep:
+            self._is_watcher_asleep = False
+            self._look.notify()
 
     def _went_off(self) -> None:
         reason = self.breaker.reason
@@ -192,7 +203,7 @@ class DiskThreads:
         self._on_off(reason)
 
     def _fail_all(self, error: DiskUnavailable) -> None:
-        with self._condition:
+        with self._lock:
             reads = list(self._reads)
             self._reads.clear()
         for read in reads:

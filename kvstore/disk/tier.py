@@ -20,7 +20,7 @@ from kvstore.disk.context import TierContext
 from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
 from kvstore.disk.index_file import IndexFile
 from kvstore.disk.places import Places
-from kvstore.disk.reader import DiskRead, Reader
+from kvstore.disk.reader import READER, DiskRead, Reader
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from kvstore.disk.restore import restore, usable
 from kvstore.disk.slot_file import SlotFile
@@ -32,6 +32,7 @@ from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.rates import MeasuredRate
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _MOST_QUEUED = 1 << 16
 
 
 class DiskTier:
-    """The blocks on this node's disk. Any thread may call; only `admit_old`, `wait_saved` and `stop` wait.
+    """The blocks on this node's disk. Any thread may call; `attach`, `admit_old`, `wait_saved` and `stop` wait.
 
     The tier begins with `open`, which checks the path, and holds nothing until `attach` says how large slots are.
     Blocks of an earlier store are found after `admit_old`, which waits for the directory: a namespace may have been
@@ -79,6 +80,12 @@ class DiskTier:
         self._reader: Reader | None = None
         self._threads: DiskThreads | None = None
         self.num_restored = 0
+        #: Of blocks that loads of this node read.
+        self.rate = MeasuredRate()
+        #: Held while files are opened, and while the index is read: they must not be closed meanwhile.
+        self._beginning = threading.Lock()
+        # At once: a clearing before the first client has to last, too.
+        self._versions.thread.start()
 
     def attach(
         self,
@@ -92,6 +99,8 @@ class DiskTier:
     ) -> None:
         """Divide the disk into slots. If the disk refuses, the tier stays off, and `why_off` says why.
 
+        Waits for the disk.
+
         Args:
             memory_pool: of the arena.
             memory: the arena.
@@ -101,6 +110,20 @@ class DiskTier:
             version_of: returns the version of a namespace's last clearing.
             changed: called when blocks became findable on the disk, or no longer are.
         """
+        with self._beginning:
+            if not self._is_stopped:
+                self._attach(memory_pool, memory, slot_bytes, presence, num_bytes_of, version_of, changed)
+
+    def _attach(
+        self,
+        memory_pool: Pool,
+        memory: memoryview,
+        slot_bytes: int,
+        presence: PresenceCounts,
+        num_bytes_of: Callable[[bytes], int],
+        version_of: Callable[[bytes], int],
+        changed: Callable[[], object],
+    ) -> None:
         num_slots = self._config.disk_capacity_bytes // (PAGE_BYTES + slot_bytes + RECORD_BYTES)
         try:
             if num_slots < 2:
@@ -135,7 +158,8 @@ class DiskTier:
             version_of=version_of,
             changed=changed,
         )
-        self._threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
+        threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
+        self._threads = threads
         self._reader = Reader(self._context, self._threads)
         self._writer = Writer(
             self._context,
@@ -146,32 +170,27 @@ class DiskTier:
             self._config.disk_sync,
             self._versions.save,
             self._threads.write_soon,
+            lambda: threads.is_off,
         )
         self.pool = pool
         self._threads.start()
-        self._versions.thread.start()
 
     def admit_old(self) -> int:
         """Make the blocks of an earlier store findable, and begin to write new ones. Return the number of the first.
 
         Called once, on a thread that may wait for the disk, when this node knows what was cleared while it was away.
         """
-        context = self._context
-        if context is None or self._is_admitted:
-            return 0
-        try:
-            records = usable(
-                context.index.read_all(),
-                min(context.slots.num_slots, context.slots.old_bytes // context.slots.stride_bytes),
-                context.slots.slot_bytes,
-                context.version_of,
-            )
-        except OSError as error:
-            self.why_off = f"the index of the disk tier cannot be read: {error}"
-            logger.error("%s; the store serves without it", self.why_off)
-            return 0
-        self.num_restored = restore(context.disk_pool, context.places, records)
-        self._is_admitted = True
+        with self._beginning:
+            context = self._context
+            if context is None or self._is_admitted or self._is_stopped:
+                return 0
+            try:
+                self.num_restored = self._restore(context)
+            except Exception as error:
+                self.why_off = f"the index of the disk tier cannot be read: {error}"
+                logger.error("%s; the store serves without it", self.why_off, exc_info=not isinstance(error, OSError))
+                return 0
+            self._is_admitted = True
         if self.num_restored:
             logger.info("disk tier %s: %d blocks of an earlier store", self._folder.path, self.num_restored)
             context.changed()
@@ -179,9 +198,17 @@ class DiskTier:
             self._threads.write_soon()
         return self.num_restored
 
-    def offer(self, namespace: bytes, slots: list[int]) -> None:
+    def _restore(self, context: TierContext) -> int:
+        slots, found = context.slots, context.index.read_all()
+        # Before the versions are read: a clearing between the two makes the claim fail.
+        num_clears = {record.namespace: context.disk_pool.num_clears(record.namespace) for record in found}
+        num_whole = min(slots.num_slots, slots.old_bytes // slots.stride_bytes)
+        records = usable(found, num_whole, slots.slot_bytes, context.version_of)
+        return restore(context.disk_pool, context.places, records, num_clears)
+
+    def offer(self, namespace: bytes, slots: list[int], owner: str) -> None:
         """Note that blocks of memory became readable. Under the memory pool's lock, so nothing here waits."""
-        if self._writer is not None:
+        if self._writer is not None and not owner.startswith(READER):  # Those come from the disk.
             self._writer.offer(namespace, slots)
 
     def used(self, namespace: bytes, slots: list[int]) -> None:
@@ -248,12 +275,10 @@ class DiskTier:
         writer = self._writer
         if writer is None or not self._is_admitted:
             return False  # `admit_old` asks again.
-        writer.is_off = False  # A thread asks only while the disk is on.
         return writer.write_some()
 
     def _went_off(self, reason: str) -> None:
         if self._writer is not None:
-            self._writer.is_off = True
             self._writer.drop_all("off")
         if self._log.passes():
             logger.error("the disk tier is off: %s (%d more)", reason, self._log.take_held_back())
@@ -267,6 +292,7 @@ class DiskTier:
             "reason": self.reason,
             "note": self.note,
             "num_restored": self.num_restored,
+            "read_gb_per_s": round(self.rate.bytes_per_s / 1e9, 3),
         }
         if context is None or writer is None or reader is None or threads is None:
             return result
@@ -290,8 +316,13 @@ class DiskTier:
             if self._is_stopped:
                 return
             self._is_stopped = True
-        self._versions.close()
-        if self._threads is not None and not self._threads.stop(_STOP_S):
+        until_s = clock.now_s() + _STOP_S
+        has_ended = self._beginning.acquire(timeout=_STOP_S)
+        if has_ended:
+            self._beginning.release()  # What begins from now on does nothing.
+        for stop in (self._versions.close, self._threads.stop if self._threads is not None else lambda left_s: True):
+            has_ended &= stop(max(until_s - clock.now_s(), 0.0))
+        if not has_ended:
             # The folder stays locked as long as a call may still write to it: until this process ends.
             logger.warning("the disk does not answer; its folder stays locked until this process ends")
             return

@@ -86,15 +86,19 @@ class VersionsKeeper:
             return self._num_wanted
 
     def wait(self, number: int, timeout_s: float) -> bool:
-        """Wait until what was known at `save_soon` is on the disk; False when the time has passed before."""
+        """Wait until what was known at `save_soon` is on the disk; False when it is not in that time."""
         with self._condition:
-            return self._condition.wait_for(lambda: self._num_done >= number or self._is_closed, timeout_s)
+            self._condition.wait_for(lambda: self._num_done >= number or not self.thread.is_alive(), timeout_s)
+            return self._num_done >= number
 
-    def close(self) -> None:
-        """Have the thread end after what is to be saved."""
+    def close(self, timeout_s: float) -> bool:
+        """Have the thread end after what is to be saved, and wait for it; return whether it has ended."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
+        if self.thread.ident is not None:
+            self.thread.join(timeout_s)
+        return not self.thread.is_alive()
 
     def _run(self) -> None:
         while True:

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 OWNER = "disk-writer"
 #: Blocks and bytes that one turn of a thread writes, so that reads are not kept waiting.
-_MOST_BLOCKS, _MOST_BYTES = 256, 32 << 20
+_MOST_BLOCKS, _MOST_BYTES = 256, 16 << 20
+#: And at most one of so many blocks of the memory.
+_LEAST_SHARE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Writer:
         sync: have the disk keep blocks, also without power, before they can be found.
         before_write: called with a version before blocks stored under it are written; it makes clearings durable.
         wake: has `write_some` called soon.
+        is_off: returns whether the disk is off: then nothing is queued.
     """
 
     def __init__(
@@ -78,16 +81,16 @@ class Writer:
         sync: bool,
         before_write: Callable[[], None],
         wake: Callable[[], None],
+        is_off: Callable[[], bool],
     ) -> None:
         self._context, self._num_bytes_of, self._most_queued = context, num_bytes_of, most_queued
         self._sync, self._before_write, self._wake, self._budget = sync, before_write, wake, budget
+        self._is_off = is_off
         self._seen = SeenFilter(max(4 * context.disk_pool.num_slots, 1 << 16)) if second_use else None
         self._lock = threading.Lock()
         self._queue: deque[_Offer] = deque()
         self.num_queued = 0
         self.counts = WriterCounts()
-        #: Set while the disk is off: then nothing is queued.
-        self.is_off = False
 
     def offer(self, namespace: bytes, slots: list[int]) -> None:
         """Note blocks that became readable. Under the pool's lock, so nothing here waits."""
@@ -102,8 +105,9 @@ class Writer:
         context = self._context
         # Before the blocks are pinned: see the module.
         offer = _Offer(namespace, slots, context.disk_pool.num_clears(namespace), context.version_of(namespace))
+        is_off = self._is_off()
         with self._lock:
-            reason = "off" if self.is_off else "queue_full" if self.num_queued + len(slots) > self._most_queued else ""
+            reason = "off" if is_off else "queue_full" if self.num_queued + len(slots) > self._most_queued else ""
             if reason:
                 self.counts.dropped[reason] += len(slots)
                 return
@@ -135,7 +139,9 @@ class Writer:
             if not self._queue:
                 return None
             offer = self._queue.popleft()
-            most = max(1, min(_MOST_BLOCKS, _MOST_BYTES // self._context.slots.stride_bytes))
+            most = min(_MOST_BLOCKS, _MOST_BYTES // self._context.slots.stride_bytes)
+            # Blocks that are being written are pinned: saves must find enough others to evict.
+            most = max(1, min(most, self._context.memory_pool.num_slots // _LEAST_SHARE))
             if len(offer.slots) > most:
                 rest = _Offer(offer.namespace, offer.slots[most:], offer.num_clears, offer.version)
                 self._queue.appendleft(rest)
@@ -187,8 +193,7 @@ class Writer:
             self._write_slots(records, blocks)
             if self._sync:
                 context.slots.sync()
-            for record in records:
-                context.index.write(record)
+            context.index.write_all(records)
             if self._sync:
                 context.index.sync()
             num_published = pool.complete_store(ticket.write_id, OWNER)

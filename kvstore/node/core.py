@@ -146,21 +146,33 @@ class NodeCore:
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, epoch.hex())
 
     def _divided(self, pool: Pool, slot_bytes: int) -> None:
-        state, service = self.state, self.state.pool_service
+        state = self.state
         state.mover.set_slots(slot_bytes, pool.num_slots)
         if (disk := state.disk) is not None:
-            presence, changed = state.presence.counts.beside(), state.hints.publish_soon
-            disk.attach(
-                pool, state.arena.memory, slot_bytes, presence, service.block_bytes_of, state.versions.get, changed
-            )
-            threading.Thread(target=self._admit_disk, args=(disk,), name="raykv-disk-admit", daemon=True).start()
-        state.hints.follow(self._residents(pool))
+            has_begun = threading.Event()
+            begin = partial(self._begin_disk, disk, pool, slot_bytes, has_begun)
+            threading.Thread(target=begin, name="raykv-disk-begin", daemon=True).start()
+            # The first blocks are stored there, too. But a disk that hangs keeps nobody waiting for long.
+            has_begun.wait(min(state.config.disk_timeout_s, state.config.call_timeout_s / 2))
+        with self._draining:
+            state.hints.follow(self._residents(pool))
 
     def _residents(self, pool: Pool) -> Blocks:
         disk = self.state.disk
         return pool if disk is None or not disk.pool.num_slots else Residents(pool, disk.pool)
 
-    def _admit_disk(self, disk: DiskTier) -> None:
+    def _begin_disk(self, disk: DiskTier, pool: Pool, slot_bytes: int, has_begun: threading.Event) -> None:
+        state, service = self.state, self.state.pool_service
+        presence, changed = state.presence.counts.beside(), state.hints.publish_soon
+        memory, version_of = state.arena.memory, state.versions.get
+        try:
+            disk.attach(pool, memory, slot_bytes, presence, service.block_bytes_of, version_of, changed)
+        finally:
+            has_begun.set()
+        # Of the two that say this, the later one knows both tiers.
+        with self._draining:
+            if not service.is_closed_to_peers:
+                state.hints.follow(self._residents(pool))
         # A namespace may have been cleared while this node was away: until the directory has said so, its blocks on
         # disk are not found.
         while not self.state.hints.has_met.wait(_LOOK_AGAIN_S):

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvstore.blocks.codec import decode_object, encode, encode_object
@@ -19,7 +20,7 @@ from kvstore.errors import ConfigError, IncompatibleStore, ProtocolError
 from kvstore.handoff.records import CLAIM_BIT
 from kvstore.node.fence import MoverFence
 from kvstore.node.handoff_service import HandoffControl
-from kvstore.node.later import SharedAnswer
+from kvstore.node.later import SharedAnswer, answer_later
 from kvstore.node.load_service import LoadControl
 from kvstore.node.peer_service import PeerControl, owner_of
 from kvstore.node.pool_routes import PoolRoutes
@@ -177,9 +178,14 @@ class NodeControl:
         if isinstance(replaced, str) and isinstance(since, int):
             self.server.end_replaced(replaced, since, connection)
 
-    def _attach(self, connection: Connection, message: Message) -> bytes:
-        wanted = decode_attach(message.payload)
-        return encode(self._service.attach(wanted.namespace, wanted.block_bytes))
+    def _attach(self, connection: Connection, message: Message) -> bytes | None:
+        wanted, service = decode_attach(message.payload), self._service
+        if self._state.disk is None or service.is_attached:
+            return encode(service.attach(wanted.namespace, wanted.block_bytes))
+        # The first one divides the disk, too, which may be slow, or hang.
+        attach = partial(service.attach, wanted.namespace, wanted.block_bytes)
+        answer_later(self._state.threads, Blocking.ATTACH, connection, message, attach)
+        return None
 
     def _greeting(self, connection: Connection) -> bytes:
         return encode_object(

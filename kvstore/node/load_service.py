@@ -41,7 +41,7 @@ class LoadControl:
             run = partial(answer_all, question, lambda: _found(state, chain, until_s))
             if state.threads.submit(Blocking.LOOKUP, run):
                 return None
-        return encode(FoundByStore([(state.node_id, num_local)], self._service.lookup_disk(chain, num_local)))
+        return encode(FoundByStore([(state.node_id, num_local)], *self._service.lookup_disk(chain, num_local)))
 
     def _load(self, connection: Connection, message: Message) -> None:
         asked, service = decode_ask_load(message.payload), self._service
@@ -84,7 +84,7 @@ class LoadControl:
 
 def _found(state: NodeState, chain: BlockHashes, until_s: float) -> FoundByStore:
     found = lookup_all(state, chain, until_s)
-    return FoundByStore(found, state.pool_service.lookup_disk(chain, found[0][1]))
+    return FoundByStore(found, *state.pool_service.lookup_disk(chain, found[0][1]))
 
 
 def lookup_all(state: NodeState, chain: BlockHashes, until_s: float = math.inf) -> list[tuple[str, int]]:

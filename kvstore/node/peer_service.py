@@ -89,7 +89,7 @@ class PeerControl:
         version, own = state.versions.get(namespace), state.mover.own
         if service.is_attached and own is not None and version == wanted.namespace_version:
             num_local = service.current.lookup(wanted.chain)
-            if num_disk := service.lookup_disk(wanted.chain, num_local):
+            if num_disk := service.lookup_disk(wanted.chain, num_local)[0]:
                 self._bring(connection, message, wanted, num_local + num_disk)
                 return None
         return self._granted(owner, wanted)

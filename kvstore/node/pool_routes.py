@@ -45,7 +45,7 @@ class PoolRoutes:
     def _lookup(self, connection: Connection, message: Message) -> bytes:
         chain = decode_chain(message.payload)
         num_local = self._service.lookup(chain)
-        return encode((num_local, self._service.lookup_disk(chain, num_local)))
+        return encode((num_local, *self._service.lookup_disk(chain, num_local)))
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         asked = decode_ask(message.payload)

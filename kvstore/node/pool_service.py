@@ -189,11 +189,14 @@ class PoolService:
         """Return how many leading blocks this node's workers find in memory; 0 while it is drained. No side effect."""
         return 0 if self.is_draining else self.current.lookup(chain)
 
-    def lookup_disk(self, chain: BlockHashes, num_local: int) -> int:
-        """Return how many blocks after those in memory are on this node's disk; 0 while it is off. No side effect."""
+    def lookup_disk(self, chain: BlockHashes, num_local: int) -> tuple[int, int]:
+        """Return how many blocks after those in memory are on this node's disk, and how many bytes it reads a second.
+
+        Both are 0 while it is off. No side effect.
+        """
         if self._disk is None or self.is_draining or num_local == len(chain):
-            return 0
-        return self._disk.lookup(chain.tail(num_local))
+            return 0, 0
+        return self._disk.lookup(chain.tail(num_local)), int(self._disk.rate.bytes_per_s)
 
     def lease(self, chain: BlockHashes, owner: str, ttl_s: float) -> Grant:
         """Pin the readable prefix of a run for `ttl_s` seconds.

@@ -49,7 +49,8 @@ class Pool:
         epoch: the life of this pool's store; a random one when None.
         presence: updated with the chains that begin here.
         clears: updated with the number of clearings per namespace; private when None.
-        on_published: called under the pool's lock, with the namespace and the slots of blocks that became readable.
+        on_published: called under the pool's lock, with the namespace, the slots and the writer of blocks
+            that became readable.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Pool:
         epoch: bytes | None = None,
         presence: PresenceCounts | None = None,
         clears: ClearCounts | None = None,
-        on_published: Callable[[bytes, list[int]], None] | None = None,
+        on_published: Callable[[bytes, list[int], str], None] | None = None,
     ) -> None:
         if num_slots < 0:
             raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")

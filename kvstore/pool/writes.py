@@ -73,7 +73,7 @@ class WriteTable(OwnedTable[_Write]):
         new_id: Callable[[], int],
         on_settled: Callable[[Collection[bytes]], None],
         clears: ClearCounts,
-        on_published: Callable[[bytes, list[int]], None] | None,
+        on_published: Callable[[bytes, list[int], str], None] | None,
     ) -> None:
         super().__init__()
         self._table, self._epoch, self.new_id, self._on_settled = table, epoch, new_id, on_settled
@@ -240,7 +240,7 @@ class WriteTable(OwnedTable[_Write]):
             self._table.publish(write.space, hashes, slots, write.stamp)
             self._on_settled(hashes)
             if self._on_published is not None:
-                self._on_published(write.space.namespace, slots)
+                self._on_published(write.space.namespace, slots, write.terms.owner)
         if end == len(write.slots):
             self._close(write_id)
         return len(slots)

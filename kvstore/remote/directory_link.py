@@ -202,6 +202,11 @@ class Hints:
             self._remembered.clear()
         self._remembered[block_hash] = (clock.now_s() + _REMEMBERED_S, nodes)
 
+    def has_remembered(self, block_hash: bytes) -> bool:
+        """Return whether `recall` would return nodes for this block."""
+        until_s, nodes = self._remembered.get(block_hash, (0.0, []))
+        return bool(nodes) and clock.now_s() < until_s
+
     def recall(self, block_hash: bytes) -> list[tuple[str, int]]:
         """Return, once, the nodes that `remember` noted a moment ago; else an empty list."""
         until_s, nodes = self._remembered.pop(block_hash, (0.0, []))

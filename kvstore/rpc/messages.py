@@ -99,10 +99,12 @@ class FoundByStore(Record, frozen=True):
     Args:
         nodes: (node, leading blocks of the run that it has); the worker's own node first, with those in its memory.
         num_disk: blocks after these on the disk of the worker's node.
+        disk_bytes_per_s: how fast that disk was read lately; 0 if it was not.
     """
 
     nodes: list[tuple[NodeId, U64]]
     num_disk: U64
+    disk_bytes_per_s: U64
 
 
 class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -179,8 +181,8 @@ decode_write_end = decoder(WriteEnd)
 decode_renew = decoder(Renew)
 decode_found = decoder(Found)
 decode_found_by_store = decoder(FoundByStore)
-#: Of LOOKUP: leading blocks in this node's memory, and those after them on its disk.
-decode_held: Callable[[bytes], tuple[int, int]] = decoder(tuple[U64, U64])
+#: Of LOOKUP: leading blocks in this node's memory, those after them on its disk, and its bytes per second.
+decode_held: Callable[[bytes], tuple[int, int, int]] = decoder(tuple[U64, U64, U64])
 decode_grant = decoder(Grant)
 decode_ticket = decoder(StoreTicket)
 decode_progress = decoder(Progress)

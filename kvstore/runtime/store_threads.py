@@ -21,11 +21,12 @@ class Blocking(Enum):
     SPILL = "spill"  # the mover
     RELEASE = "release"  # peers
     FETCH = "fetch"  # peers, to connect to them
+    ATTACH = "attach"  # the disk, when it is divided
 
 
 _NUM_THREADS = {
     Blocking.LOOKUP: 4, Blocking.STATS: 2, Blocking.STAGE: 2, Blocking.SPILL: 4, Blocking.RELEASE: 2,
-    Blocking.FETCH: 16,
+    Blocking.FETCH: 16, Blocking.ATTACH: 2,
 }  # fmt: skip
 
 

@@ -6,15 +6,19 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from kvstore.config import parse_bytes
+from kvstore.config import StoreConfig, parse_bytes
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools.doctor import human_bytes
+from kvstore.tools.documents import as_document
+from kvstore.tools.provenance import provenance
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 MAX_ERROR_CHARS = 600
 #: Texts of errors for Python callers, and their replacements on the command line.
 _OWN_WORDS = (
@@ -25,6 +29,15 @@ _OWN_WORDS = (
     (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
     (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
     (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
+    (r"\bdisk_(path|capacity|admission|sync)=(?=[ ,;.]|$)", r"--disk-\1"),
+    (r"^disk_write_bytes_per_day: ", "--disk-write-budget: "),
+    (r"^disk_timeout_s: ", "--disk-timeout: "),
+    (r"^disk_(path|admission): ", r"--disk-\1: "),
+    (
+        r"^disk_capacity_bytes: wanted disk_path and disk_capacity_bytes together",
+        "wanted --disk-path and --disk-capacity",
+    ),
+    (r"^disk_capacity_bytes: ", "--disk-capacity: "),
     (r"^block_bytes: ", "--block-bytes: "),
     (r"^capacity_bytes: ", "--capacity: "),
     (r"^(name|address): ", r"--\1: "),
@@ -81,11 +94,80 @@ class _Output(click.Path):
         return path
 
 
+#: Type of options that name a file to be written.
+WrittenFile = _Output(dir_okay=False, writable=True, path_type=Path)
 OUTPUT = click.option(
     "--output",
-    type=_Output(dir_okay=False, writable=True, path_type=Path),
+    type=WrittenFile,
     help="Also write the rows with hardware, versions and commit to this file.",
 )
+
+
+_DEFAULTS = StoreConfig()
+#: Of `kvstore start`; `disk_settings` takes what they give.
+_DISK = (
+    click.option("--disk-path", metavar="PATH", help="Keep blocks on disk, too, in this folder of each node."),
+    click.option("--disk-capacity", default="0", help="Disk for blocks on each node, like 100GiB."),
+    click.option(
+        "--disk-admission",
+        type=click.Choice(["all", "second_use"]),
+        default=_DEFAULTS.disk_admission,
+        show_default=True,
+        help="'second_use' writes a block only when it is stored or read for the second time.",
+    ),
+    click.option("--disk-write-budget", default="0", help="Bytes written a day at most, like 1TiB; 0 for no limit."),
+    click.option("--disk-sync", is_flag=True, help="A block counts only when the disk keeps it without power, too."),
+    click.option(
+        "--disk-timeout",
+        type=Seconds(0.1, 3600.0),
+        default=_DEFAULTS.disk_timeout_s,
+        show_default=True,
+        help="Seconds without an answer after which the disk is off.",
+    ),
+)
+
+
+def disk_options(command: _Function) -> _Function:
+    """Give a command the options of the disk tier."""
+    for option in reversed(_DISK):
+        command = option(command)
+    return command
+
+
+def disk_settings(
+    disk_path: str | None,
+    disk_capacity: str,
+    disk_admission: str,
+    disk_write_budget: str,
+    disk_sync: bool,
+    disk_timeout: float,
+) -> dict[str, Any]:
+    """Return the settings of a store that the options of the disk tier give; none without one of them.
+
+    Raises:
+        ConfigError: a size that is none, or a disk without a path or a capacity.
+    """
+    given = {
+        "disk_admission": disk_admission,
+        "disk_write_bytes_per_day": parse_size("--disk-write-budget", disk_write_budget),
+        "disk_sync": disk_sync,
+        "disk_timeout_s": disk_timeout,
+    }
+    given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
+    capacity = parse_size("--disk-capacity", disk_capacity)
+    if not disk_path and not capacity and not given:
+        return {}
+    if not disk_path or not capacity:
+        raise ConfigError("--disk-path and --disk-capacity: wanted both, or no option of the disk at all")
+    return {"disk_path": disk_path, "disk_capacity": capacity, **given}
+
+
+def write_rows(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:
+    """Write measured rows to a file, with their origin, and print them if they are wanted as JSON."""
+    if output is not None:
+        output.write_text(as_document({**provenance(), "rows": rows}))
+    if as_json:
+        click.echo(as_document(rows), nl=False)
 
 
 class Command(click.Command):

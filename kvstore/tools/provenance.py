@@ -10,7 +10,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("raykv", "ray", "nixl-cu12", "nixl-cu13", "cupy-cuda12x", "cupy-cuda13x", "torch", "numpy", "msgspec")
+PACKAGES = (
+    "raykv",
+    "ray",
+    "nixl-cu12",
+    "nixl-cu13",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "torch",
+    "numpy",
+    "msgspec",
+    "xxhash",
+)
 _GIT_S = 10.0
 
 

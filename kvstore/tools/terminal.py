@@ -72,12 +72,41 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         counts = [f"{what} {pool[f'num_{what}']:,}" for what in ("leases", "writes", "published", "evicted")]
         counts.insert(2, f"hand-offs {node['num_handoffs']:,}")
         yield "pool", "   ".join(counts)
+    if node.get("disk") is not None:
+        yield from _disk_lines(node["disk"])
     if nixl is not None:
         yield (
             "nixl",
             f"{human_bytes(nixl['num_bytes'])} in {nixl['num_reads']:,} READs, "
             f"{nixl['num_descriptors']:,} descriptors; {node['num_abandoned_reads']:,} abandoned",
         )
+
+
+def _disk_lines(disk: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a node's disk tier."""
+    pool = disk.get("pool")
+    if pool is not None:
+        held = pool["num_slots"] - pool["num_free"]
+        yield "disk", f"{held:,} of {pool['num_slots']:,} blocks at {escape(disk['path'])}"
+        counts = [f"{what} {disk[f'num_{what}']:,}" for what in ("queued", "written", "read", "damaged")]
+        yield "", "   ".join([*counts, f"restored {disk['num_restored']:,}"])
+        if disk["dropped"]:
+            yield "", "not written " + ", ".join(f"{why} {count:,}" for why, count in sorted(disk["dropped"].items()))
+    elif not disk["reason"]:
+        yield "disk", f"{escape(disk['path'])}, not divided yet: no client has come"
+        return
+    if disk["is_off"]:
+        yield "" if pool else "disk", f"[red]off[/]: {escape(disk['reason'] or 'the directory was not reached yet')}"
+    elif disk["reason"]:
+        yield "", f"[yellow]was off {disk['num_trips']:,} times[/], last: {escape(disk['reason'])}"
+    if disk["note"]:
+        yield "", escape(disk["note"])
+
+
+def disk_cell(row: dict[str, Any]) -> str:
+    """Return the text of one figure of `kvstore bench disk`."""
+    share = f", {row['of_plain']:.2f} of plain" if "of_plain" in row else ""
+    return f"{row['gb_per_s']:.2f} ({row['cpu_s_per_gb']:.2f}){share}"
 
 
 def _bar(pool: dict[str, int]) -> str:

@@ -16,7 +16,16 @@ from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNo
 from kvstore.tools import terminal
 from kvstore.tools.doctor import Check, Status
 
-COMMANDS = [["start"], ["status"], ["stop"], ["doctor"], ["bench"], ["bench", "transfer"], ["bench", "control"]]
+COMMANDS = [
+    ["start"],
+    ["status"],
+    ["stop"],
+    ["doctor"],
+    ["bench"],
+    ["bench", "transfer"],
+    ["bench", "control"],
+    ["bench", "disk"],
+]
 
 
 def run(*words: str) -> click.testing.Result:
@@ -166,6 +175,67 @@ def test_start_passes_what_it_was_given(monkeypatch):
     }  # fmt: skip
 
 
+def started_with(monkeypatch, *words: str) -> dict:
+    """What `kvstore start` gives to kvstore.start beside the settings that it always gives."""
+    seen = {}
+
+    class Store:
+        config = kvstore.StoreConfig(capacity_bytes=1 << 30, disk_path="/disk", disk_capacity_bytes=100 << 30)
+        address = "h:1"
+
+        def node_ids(self):
+            return ["n1"]
+
+    monkeypatch.setattr(api, "start", lambda **settings: seen.update(settings) or Store())
+    result = run("start", "--address", "h:1", *words)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "store 'default' runs on 1 node(s) of the Ray at h:1, 1 GiB and 100 GiB of disk each\n"
+    always = {"capacity", "name", "address", "lane", "block_bytes", "timeout_s"}
+    assert always <= seen.keys()
+    return {name: value for name, value in seen.items() if name not in always}
+
+
+def test_start_passes_the_options_of_the_disk(monkeypatch):
+    disk = ("--disk-path", "/disk", "--disk-capacity", "100GiB")
+    assert started_with(monkeypatch, *disk) == {"disk_path": "/disk", "disk_capacity": 100 << 30}
+    rest = ("--disk-admission", "second_use", "--disk-write-budget", "1TiB", "--disk-sync", "--disk-timeout", "2")
+    assert started_with(monkeypatch, *disk, *rest) == {
+        "disk_path": "/disk", "disk_capacity": 100 << 30, "disk_admission": "second_use",
+        "disk_write_bytes_per_day": 1 << 40, "disk_sync": True, "disk_timeout_s": 2.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--disk-path", "/d"], "--disk-path and --disk-capacity: wanted both"),
+        (["--disk-capacity", "1GiB"], "--disk-path and --disk-capacity: wanted both"),
+        (["--disk-sync"], "--disk-path and --disk-capacity: wanted both"),
+        (["--disk-path", "d", "--disk-capacity", "1GiB"], "--disk-path: wanted an absolute path, got 'd'"),
+        (["--disk-path", "/d", "--disk-capacity", "much"], "--disk-capacity: wanted a size such as '8GiB'"),
+        (["--disk-path", "/d", "--disk-capacity", "1KiB"], "--disk-capacity: wanted at least 64 KiB"),
+        (["--disk-path", "/d", "--disk-capacity", "1GiB", "--disk-write-budget", "x"], "--disk-write-budget: wanted a"),
+    ],
+)
+def test_a_disk_that_cannot_work_is_one_line(monkeypatch, words, text):
+    from kvstore.actors import starting
+
+    monkeypatch.setattr(starting, "start", lambda *_: pytest.fail("nothing is started"))
+    result = run("start", "--address", "127.0.0.1:1", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"ConfigError: {text}" in result.stderr
+
+
+def test_python_may_name_the_disk_as_a_size_or_in_bytes(monkeypatch):
+    from kvstore.actors import starting
+
+    monkeypatch.setattr(starting, "start", lambda config, *_: config)
+    for given in ({"disk_capacity": "1MiB"}, {"disk_capacity": 1 << 20}, {"disk_capacity_bytes": 1 << 20}):
+        assert kvstore.start(disk_path="/d", **given).disk_capacity_bytes == 1 << 20
+    with pytest.raises(ConfigError, match="got both"):
+        kvstore.start(disk_path="/d", disk_capacity="1MiB", disk_capacity_bytes=1 << 20)
+
+
 @pytest.mark.parametrize("words", [("status",), ("start",), ("stop",)])
 def test_a_wrong_ray_address_is_not_called_an_option(monkeypatch, words):
     monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)
@@ -241,6 +311,50 @@ def test_status_shows_the_nodes(monkeypatch):
     bar = next(line.strip() for line in result.stdout.splitlines() if "·" in line)
     assert len(bar) == 50
     assert set(bar) == {"█", "▒", "x", "▓", "·"}
+
+
+DISK = {
+    "path": "/disk/[a]-0", "is_off": False, "reason": "", "note": "it is new", "num_restored": 2, "is_direct": True,
+    "num_queued": 5, "num_written": 1200, "num_written_bytes": 1 << 30, "dropped": {"queue_full": 3, "budget": 1},
+    "num_read": 31, "num_bytes": 1 << 20, "num_damaged": 4, "num_failed": 0, "num_late": 0, "num_trips": 0,
+    "pool": {**POOL, "num_slots": 5000, "num_free": 3800},
+}  # fmt: skip
+
+
+def test_status_shows_the_disk_of_each_node(monkeypatch):
+    connected(monkeypatch, {"n1": {**NODE, "disk": DISK}, "n2": {**NODE, "disk": None}}, {})
+    result = run("status")
+    assert result.exit_code == 0
+    for words in ("1,200 of 5,000 blocks at /disk/[a]-0", "queued 5", "written 1,200", "read 31", "damaged 4",
+                  "restored 2", "not written budget 1, queue_full 3", "it is new"):  # fmt: skip
+        assert words in result.stdout
+    assert " off" not in result.stdout
+    assert result.stdout.count("damaged") == 1
+    assert json.loads(run("status", "--json").stdout)["nodes"]["n1"]["disk"] == DISK
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"is_off": True, "reason": "the disk refused: [Errno 28]", "num_trips": 2},
+            "off: the disk refused: [Errno 28]",
+        ),
+        ({"is_off": True}, "off: the directory was not reached yet"),
+        ({"reason": "the disk hangs", "num_trips": 2}, "was off 2 times, last: the disk hangs"),
+    ],
+)
+def test_status_says_that_a_disk_is_off_or_was(monkeypatch, changes, text):
+    connected(monkeypatch, {"n1": {**NODE, "disk": {**DISK, **changes}}, "n2": NODE}, {})
+    assert text in run("status").stdout
+
+
+def test_status_shows_a_disk_without_slots(monkeypatch):
+    bare = {name: DISK[name] for name in ("path", "note", "num_restored")} | {"is_off": True}
+    connected(monkeypatch, {"n1": {**NODE, "disk": {**bare, "reason": ""}}, "n2": NODE}, {})
+    assert "/disk/[a]-0, not divided yet: no client has come" in run("status").stdout
+    connected(monkeypatch, {"n1": {**NODE, "disk": {**bare, "reason": "it cannot begin"}}, "n2": NODE}, {})
+    assert "off: it cannot begin" in run("status").stdout
 
 
 def test_a_node_without_a_store_is_exit_status_1(monkeypatch):
@@ -438,6 +552,31 @@ def test_bench_control_shows_percentiles(monkeypatch):
     shown = run("bench", "control").stdout
     assert "2,048" in shown
     assert "1,234.5 / 2,000.0" in shown
+
+
+def test_bench_disk_shows_speed_cost_and_share(monkeypatch, tmp_path):
+    from kvstore.bench import disk
+
+    row = {"op": "read", "block_bytes": 65536, "gb_per_s": 2.5, "cpu_s_per_gb": 0.02, "is_direct": False}
+    rows = [{**row, "way": "plain"}, {**row, "way": "tier", "gb_per_s": 2.0, "of_plain": 0.8}]
+
+    def run_disk(folder, num_bytes, block_bytes, rounds, progress):
+        assert (folder, num_bytes, block_bytes, rounds) == (tmp_path, 1 << 20, [65536], 2)
+        return rows
+
+    monkeypatch.setattr(disk, "run_disk", run_disk)
+    words = ["bench", "disk", "--path", str(tmp_path), "--size", "1MiB", "--block-bytes", "64KiB", "--rounds", "2"]
+    shown = run(*words).stdout
+    for text in ("2.50 (0.02)", "2.00 (0.02), 0.80 of plain", "64 KiB", "no O_DIRECT"):
+        assert text in shown
+    assert json.loads(run(*words, "--json", "--output", str(tmp_path / "rows.json")).stdout) == rows
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+
+
+def test_bench_disk_wants_a_folder_that_is_there(tmp_path):
+    result = run("bench", "disk", "--path", str(tmp_path / "missing"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "missing" in result.stderr
 
 
 def test_progress_off_a_terminal_is_a_line_each(capsys):

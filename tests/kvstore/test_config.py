@@ -85,6 +85,16 @@ def test_a_number_that_python_would_not_even_write_is_refused(setting):
         {"lease_margin_s": "x"},
         {"transfer_timeout_s": 1e6},
         {"call_timeout_s": 1e300},
+        {"disk_path": "/disk"},
+        {"disk_capacity_bytes": 1 << 20},
+        {"disk_path": "disk", "disk_capacity_bytes": 1 << 20},
+        {"disk_path": "/a\0b", "disk_capacity_bytes": 1 << 20},
+        {"disk_path": "/disk", "disk_capacity_bytes": 65535},
+        {"disk_path": "/disk", "disk_capacity_bytes": -1},
+        {"disk_admission": "some"},
+        {"disk_write_bytes_per_day": -1},
+        {"disk_sync": 1},
+        {"disk_timeout_s": 0.0},
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes):
@@ -121,15 +131,23 @@ OTHERS = {
     "chunk_bytes": 1 << 20,
     "stage_chunk_bytes": 1 << 21,
     "lane": "tcp",
+    "disk_path": "/other",
+    "disk_capacity_bytes": 1 << 21,
+    "disk_admission": "second_use",
+    "disk_write_bytes_per_day": 1 << 40,
+    "disk_sync": True,
+    "disk_timeout_s": 6.0,
 }
+DISK = {"disk_path": "/disk", "disk_capacity_bytes": 1 << 20}
 
 
 @pytest.mark.parametrize("field", StoreConfig.__dataclass_fields__)
 def test_every_setting_is_compared(field):
-    one, other = StoreConfig(), StoreConfig(**{field: OTHERS[field]})
+    rest = DISK if field.startswith("disk") else {}
+    one, other = StoreConfig(**rest), StoreConfig(**{**rest, field: OTHERS[field]})
     assert one.fingerprint != other.fingerprint
     assert one.differences(other) == f"{field}: wanted {getattr(one, field)!r}, runs with {OTHERS[field]!r}"
-    assert one.differences(StoreConfig()) == ""
+    assert one.differences(StoreConfig(**rest)) == ""
 
 
 def test_the_protocol_version_is_in_the_fingerprint(monkeypatch):

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+import kvstore
 from kvstore.client.job import Job
 from kvstore.client.work import Work, in_one_step, nothing
 from kvstore.errors import InvalidRequest, JobRunning, PeerLost
@@ -94,3 +95,15 @@ def test_a_time_to_wait_is_a_number():
     with pytest.raises(JobRunning):
         job.result(-1.0)
     assert job.result() == 1
+
+
+def test_a_disk_that_is_slower_than_computing_is_left_out():
+    shape = kvstore.KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32", block_size=4)
+    assert shape.block_bytes == 512
+    match = kvstore.Match(num_local=1, num_disk=5, disk_bytes_per_s=1000)
+    # A block takes 0.512 s to read; 4 tokens take 0.5 s or 0.6 s to compute.
+    assert match.worth_loading(shape, 8.0).num_blocks == 1
+    assert match.worth_loading(shape, 4 / 0.6).num_blocks == 6
+    assert match.worth_loading(shape, 0.0) is match
+    unknown = kvstore.Match(num_local=1, num_disk=5)
+    assert unknown.worth_loading(shape, 1e9) is unknown

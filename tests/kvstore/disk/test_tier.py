@@ -53,3 +53,30 @@ def test_another_node_reads_the_disk_through_this_node_memory(cluster, settings,
     result = reader.load(hashes, range(NUM_BLOCKS))
     assert (result.num_blocks, result.num_peer, result.num_disk) == (NUM_BLOCKS, NUM_BLOCKS, 0), result
     assert [reader.block(at) for at in range(NUM_BLOCKS)] == before
+
+
+def test_faster_peers_are_asked_before_the_own_disk(cluster, settings, wait_until):
+    cluster.add("a", **settings)
+    cluster.add("b", **settings)
+    saver, hashes = cluster.worker("a"), cluster.hashes(NUM_BLOCKS)
+    saver.save(hashes, range(NUM_BLOCKS))
+    written(cluster, wait_until, NUM_BLOCKS)
+    cluster.stop_node("a")
+    cluster.add("a", **settings)
+    cluster.client("a")
+    holder = cluster.worker("b", seed=2)
+    wait_until(lambda: disk_of(cluster).num_restored == NUM_BLOCKS)
+    wait_until(lambda: holder.client.lookup(hashes).num_blocks == NUM_BLOCKS)
+    holder.load(hashes, range(NUM_BLOCKS))
+    cluster.stop_node("a")
+    cluster.add("a", **settings)
+    reader = cluster.worker("a", seed=1)
+    wait_until(lambda: disk_of(cluster).num_restored == NUM_BLOCKS)
+    # As measured: the disk slow, the peers fast.
+    disk_of(cluster).rate.note(1, 1.0)
+    cluster.nodes["a"].state.fetcher.peers_rate.note(10**15, 1.0)
+    near = reader.load(hashes[:4], range(4))
+    assert (near.num_blocks, near.num_disk) == (4, 4), "nobody has just named a peer"
+    wait_until(lambda: reader.client.lookup(hashes).nodes[:1] == (("b", NUM_BLOCKS),))
+    far = reader.load(hashes, range(NUM_BLOCKS))
+    assert (far.num_blocks, far.num_local, far.num_peer) == (NUM_BLOCKS, 4, NUM_BLOCKS - 4), far

@@ -120,7 +120,7 @@ MESSAGES = [
     (handoff_messages.End(1 << 63, True), handoff_messages.decode_end),
     (messages.Attach(KEY, 512), messages.decode_attach),
     (messages.Found([("a", 1), ("b", 2**64 - 1)], "a"), messages.decode_found),
-    (messages.FoundByStore([("a", 1), ("b", 2)], 3), messages.decode_found_by_store),
+    (messages.FoundByStore([("a", 1), ("b", 2)], 3, 4), messages.decode_found_by_store),
     (messages.Renew(1, 1.0), messages.decode_renew),
 ]
 

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 
 from kvstore.blocks.hashing import BlockHashes
+from kvstore.client.client import Client
+from kvstore.client.results import Match
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options
@@ -61,6 +63,7 @@ class Lookups:
     def __init__(self, link: StoreLink, options: Options, stats: Stats, answered: threading.Event) -> None:
         self._link, self._stats, self._answered = link, stats, answered
         self._is_remote, self._wait_s = options.remote, options.lookup_wait_s
+        self._prefill_tokens_per_s = options.prefill_tokens_per_s
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         #: Answered questions without all hashes, and when to make these; used by the thread only.
         self.late: collections.deque[tuple[float, Question]] = collections.deque()
@@ -161,6 +164,10 @@ class Lookups:
         elif question.hashes is None:
             self.late.append((time.monotonic() + _LATE_S, question))  # Requests that wait for an answer come first.
 
+    def _worth(self, client: Client, match: Match) -> Match:
+        rate = self._prefill_tokens_per_s
+        return match.worth_loading(client.space.shape, rate) if rate else match
+
     def _look_up(self, question: Question) -> None:
         client = self._link.client()
         if client is None:
@@ -174,10 +181,10 @@ class Lookups:
                 if not first.num_blocks:
                     return
             hashes = question.hash_all()
-            question.num_blocks = client.lookup(hashes, remote=False, timeout_s=wait_s).num_here
+            question.num_blocks = self._worth(client, client.lookup(hashes, remote=False, timeout_s=wait_s)).num_here
             if question.num_blocks == len(hashes) or not is_remote:
                 return
-            question.num_blocks = client.lookup(hashes, timeout_s=wait_s).num_blocks
+            question.num_blocks = self._worth(client, client.lookup(hashes, timeout_s=wait_s)).num_blocks
         except KVStoreError as error:
             self._stats.count("num_lookup_errors")
             logger.info("a lookup failed: %s", error)

@@ -1,0 +1,214 @@
+"""The commands `kvstore replay` and `kvstore trace make`. What they need is imported when they run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.bounds import MAX_SLOTS, clip
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.tools.commands import JSON, OUTPUT, Command, Group, WrittenFile, parse_size
+from kvstore.tools.documents import as_document
+from kvstore.tools.provenance import provenance
+
+if TYPE_CHECKING:
+    from kvstore.replay.traces import Trace
+
+
+@click.command("replay", cls=Command, short_help="Replay a trace of requests against the pool, without bytes.")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option(
+    "--blocks", "capacities", multiple=True, required=True, help="Capacities in blocks: 1000,5000; repeatable."
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    help="default, lru, bound or all; a comma list, or repeated. Default: all.",
+)
+@click.option("--mode", type=click.Choice(["simulate"]), default="simulate", show_default=True, help="Index only.")
+@click.option(
+    "--format", "format_name", default="", help="mooncake, bailian, weka or csv. Default: by the first record."
+)
+@click.option("--block-tokens", type=int, default=0, help="Tokens of a block. Default: what the format says.")
+@click.option("--nodes", "num_nodes", type=int, default=1, show_default=True, help="Pools, each of --blocks.")
+@click.option(
+    "--routing",
+    default="round-robin",
+    show_default=True,
+    help="round-robin, or prefix: to whom the longest prefix has.",
+)
+@click.option(
+    "--tie-blocks", type=int, default=0, show_default=True, help="Prefixes shorter by at most so many blocks are equal."
+)
+@click.option(
+    "--jitter-s",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Add up to so many seconds to the time of each request.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of that.")
+@click.option(
+    "--prefill-tokens-per-s",
+    type=float,
+    default=10_000.0,
+    show_default=True,
+    help="For the modelled time to first token. An assumption.",
+)
+@click.option("--load-gb-per-s", type=float, default=10.0, show_default=True, help="Likewise: 10^9 bytes a second.")
+@click.option("--block-bytes", default="", help="Likewise: of a block. Default: 128KiB for each token of it.")
+@click.option("--plot", type=WrittenFile, help="Draw ratio over capacity into this .svg or .png.")
+@JSON
+@OUTPUT
+def replay(
+    trace: Path,
+    capacities: Sequence[str],
+    policies: Sequence[str],
+    mode: str,
+    format_name: str,
+    block_tokens: int,
+    num_nodes: int,
+    routing: str,
+    tie_blocks: int,
+    jitter_s: float,
+    seed: int,
+    prefill_tokens_per_s: float,
+    load_gb_per_s: float,
+    block_bytes: str,
+    plot: Path | None,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Say which share of a trace's blocks a store would have had.
+
+    TRACE is a file of requests, each with the ids of its prompt's blocks: in the Mooncake, Bailian or weka format, or a
+    table time,obj_id. The store's own pool leases what is there of each prompt and stores the rest, with the trace's
+    time as the clock; no bytes are moved. "bound" is what no policy can exceed. Times to first token are modelled.
+    docs/replay.md explains every column.
+    """
+    from kvstore.replay.files import write_whole
+    from kvstore.replay.formats import FORMATS, read_trace
+    from kvstore.replay.model import TOKEN_BYTES, Rates, spread
+    from kvstore.replay.plot import check_plot, draw
+    from kvstore.replay.report import Plan, progress_bar, run_plan, show_table
+
+    plan = Plan(_policies(policies), _capacities(capacities), num_nodes, routing, tie_blocks)
+    if format_name and format_name not in FORMATS:
+        raise ConfigError(
+            f"--format: wanted {', '.join(FORMATS)}, got {clip(format_name)}; leave it out to have it found"
+        )
+    if block_tokens < 0:
+        raise InvalidRequest(
+            f"--block-tokens: wanted 1 or more, got {block_tokens}; leave it out for that of the format"
+        )
+    if plot is not None:
+        check_plot(plot)
+    wanted_bytes = parse_size("--block-bytes", block_bytes) if block_bytes else 0
+    Rates(prefill_tokens_per_s, load_gb_per_s, wanted_bytes if block_bytes else 1)  # Refused before the file is read.
+    found = spread(read_trace(trace, format_name, block_tokens), jitter_s, seed)
+    rates = Rates(prefill_tokens_per_s, load_gb_per_s, wanted_bytes or found.block_tokens * TOKEN_BYTES)
+    with progress_bar(len(plan.policies) * len(plan.capacities), len(found.requests)) as begin:
+        rows = run_plan(found, plan, rates, begin)
+    if not as_json:  # Before files are written, so that a full disk does not lose it.
+        show_table(found, rows)
+    if output is not None:
+        about = {"mode": mode, "jitter_s": jitter_s, "seed": seed, "prefill_tokens_per_s": rates.prefill_tokens_per_s}
+        about |= {"load_gb_per_s": rates.load_gb_per_s, "block_bytes": rates.block_bytes}
+        write_whole(output, as_document({**provenance(), "trace": describe(found), **about, "rows": rows}))
+    if plot is not None:
+        write_whole(plot, draw(plot, found.name, rows))
+    if as_json:
+        click.echo(as_document(rows), nl=False)
+
+
+def describe(trace: Trace) -> dict[str, Any]:
+    """Return what a document says about a trace."""
+    return {
+        "name": trace.name,
+        "format": trace.format_name,
+        "num_requests": len(trace.requests),
+        "num_references": trace.num_references,
+        "num_blocks": trace.num_blocks,
+        "block_tokens": trace.block_tokens,
+    }
+
+
+def _words(texts: Sequence[str]) -> list[str]:
+    """Return the words of comma lists, each once, in order."""
+    words = itertools.chain.from_iterable(text.split(",") for text in texts)
+    return list(dict.fromkeys(word.strip() for word in words if word.strip()))
+
+
+def _policies(texts: Sequence[str]) -> list[str]:
+    from kvstore.replay.report import POLICIES
+
+    words = _words(texts) or ["all"]
+    for word in words:
+        if word not in (*POLICIES, "all"):
+            raise ConfigError(
+                f"--policy: wanted {', '.join(POLICIES)} or all, got {clip(word)}; a comma list, or the option repeated"
+            )
+    return list(POLICIES) if "all" in words else words
+
+
+def _capacities(texts: Sequence[str]) -> list[int]:
+    words = _words(texts)
+    for word in words or [""]:
+        if not (word.isascii() and word.isdigit() and 1 <= int(word[:20]) <= MAX_SLOTS):
+            raise InvalidRequest(
+                f"--blocks: wanted numbers of blocks from 1 to {MAX_SLOTS}, got {clip(word)}; write them like 1000,5000"
+            )
+    return sorted({int(word) for word in words})
+
+
+@click.group("trace", cls=Group, short_help="Make a trace for `kvstore replay`.")
+def trace_group() -> None:
+    """Make a trace of requests for `kvstore replay`."""
+
+
+KINDS_HELP = """
+
+    \b
+    conversation     people who chat: long first prompts, few turns, minutes between
+    tool-agent       60 sets of tools, some used much more often; short turns
+    coding-agent     4 sets of tools; sessions of tens of turns that only grow
+    long-documents   documents of 40 to 200 blocks, asked about 1 to 6 times
+    scan             conversations, and from a sixth of the time on long prompts seen once
+    loop             300 documents of 40 blocks, over and over in the same order
+    mix              the first four at once
+"""
+
+
+@trace_group.command("make", short_help="Write a made trace in the Mooncake format.")
+@click.argument("kind")
+@click.option("--seconds", type=float, default=1800.0, show_default=True, help="Length of the trace.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed makes the same file.")
+@click.option("--output", type=WrittenFile, help="File to write. Default: stdout.")
+def make_trace(kind: str, seconds: float, seed: int, output: Path | None) -> None:
+    """Write a trace of one KIND in the Mooncake format, blocks of 512 tokens.
+
+    docs/replay.md has the statistics of each kind. The kinds:
+    """
+    from kvstore.replay.files import write_whole
+    from kvstore.replay.kinds import as_mooncake, make_requests
+
+    text = as_mooncake(make_requests(kind, seconds, seed))
+    if output is not None:
+        write_whole(output, text)
+        return
+    try:
+        click.echo(text, nl=False)
+    except BrokenPipeError:
+        raise  # The reader has enough, as with `| head`.
+    except OSError as error:
+        raise ConfigError(
+            f"wanted to write {len(text)} bytes to stdout, got {error.strerror}; free some space"
+        ) from error
+
+
+make_trace.help = (make_trace.help or "") + KINDS_HELP
