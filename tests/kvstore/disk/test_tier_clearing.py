@@ -7,6 +7,7 @@ from disk_store import HALF, SOON_S, Store, wait_until
 
 from kvstore.disk import tier as module
 from kvstore.disk.folder import VERSIONS
+from kvstore.disk.threads import _NUM_THREADS
 from kvstore.disk.versions_file import read_versions
 from kvstore.errors import ConfigError
 from kvstore.remote.directory import DirectoryServer
@@ -44,7 +45,7 @@ def test_clearing_while_blocks_wait_to_be_written(start, cluster, hashes, writes
     with writes.held():
         for seed in range(1, 4):
             store.save(cluster.hashes(6, seed=seed), first=8, is_written=False)
-        wait_until(lambda: writes.num_waiting == 2)
+        wait_until(lambda: writes.num_waiting == _NUM_THREADS // 2)
         store.save(hashes, is_written=False)
         clear(store, hashes)
     wait_until(lambda: not store.num("num_queued"))

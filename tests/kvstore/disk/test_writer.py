@@ -8,6 +8,7 @@ from disk_store import HALF, SOON_S, wait_until
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.disk.records import PAGE_BYTES
+from kvstore.disk.threads import _NUM_THREADS
 
 
 def refuse(code=errno.EIO):
@@ -84,7 +85,7 @@ def test_a_block_evicted_before_its_turn_is_counted(start, cluster, writes):
     with writes.held():
         for seed in range(6):
             store.save(cluster.hashes(10, seed=seed), is_written=False)
-        wait_until(lambda: writes.num_waiting == 2)
+        wait_until(lambda: writes.num_waiting == _NUM_THREADS // 2)
         store.empty_memory()
     stops_writing(store)
     stats = store.stats()
@@ -254,7 +255,7 @@ def test_reads_go_on_while_writes_are_slow(start, cluster, writes):
     with writes.held():
         for seed in range(1, 5):
             store.save(cluster.hashes(3, seed=seed), first=5, is_written=False)
-        wait_until(lambda: writes.num_waiting == 2)
+        wait_until(lambda: writes.num_waiting == _NUM_THREADS // 2)
         assert store.load(hashes).num_disk == 4
     store.settle()
 
