@@ -172,8 +172,8 @@ BLOCKS = (
         "a counter that was full goes down",
         "ours: chains that did not fit its counter are said to be absent",
         PRESENCE,
-        "        if self._counters[at] < FULL:\n            self._counters[at] -= 1\n",
-        "        self._counters[at] -= 1\n",
+        "if counters is not None and counters[at] < FULL:",
+        "if counters is not None and (number < 0 or counters[at] < FULL):",
         f"{PRESENCE_RULES}::test_a_counter_that_was_full_says_present_for_ever",
     ),
     bug(

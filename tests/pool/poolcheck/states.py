@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import threading
 from array import array
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
@@ -18,6 +19,9 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+
+
+_LOCK = type(threading.Lock())
 
 
 class _Opaque:
@@ -39,6 +43,8 @@ class _Pickler(pickle.Pickler):
             return _Opaque, (), (id(value.__code__), value.__defaults__, cells)
         if kind is np.ndarray or kind is array or kind is memoryview:
             return _Opaque, (), value.tobytes()
+        if kind is _LOCK:
+            return _Opaque, (), value.locked()
         if kind is count:
             return _Opaque, (), repr(value)
         return NotImplemented
