@@ -47,8 +47,8 @@ class SlotFile:
                 os.ftruncate(self.fd, num_bytes)
             os.posix_fallocate(self.fd, 0, num_bytes)
             if self.is_direct and not self._can_read_direct():
-                os.close(self.fd)
-                self.fd, self.is_direct = os.open(path, flags, 0o600), False
+                direct, self.fd, self.is_direct = self.fd, os.open(path, flags, 0o600), False
+                os.close(direct)
         except BaseException:
             os.close(self.fd)
             raise

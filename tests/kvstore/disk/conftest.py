@@ -1,5 +1,7 @@
 """Stores with a disk tier, and gates before their files; see tests/kvstore/disk_store.py."""
 
+import os
+
 import pytest
 from disk_store import Gate, Store
 
@@ -27,9 +29,9 @@ def start(cluster, disk_settings, saved):
     """Start a store with a disk tier; several share what was saved, not the path."""
 
     def start(node_id="a", **settings):
-        own = {"disk_path": f"{disk_settings['disk_path']}-{node_id}"}
-        return Store(cluster, node_id, disk_settings | own | settings, saved)
+        return Store(cluster, node_id, disk_settings | {"disk_path": start.path(node_id)} | settings, saved)
 
+    start.path = lambda node_id: f"{disk_settings['disk_path']}-{node_id}"
     return start
 
 
@@ -48,3 +50,9 @@ def writes(cluster, monkeypatch):
     yield gate
     gate.error = None
     gate.let_go()
+
+
+@pytest.fixture
+def num_fds():
+    """Return how many descriptors this process has open."""
+    return lambda: len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,153 @@
+"""The disks of other nodes: their blocks are known to the directory, and fetched through their memory."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from disk_store import HALF, SOON_S, flip, slot_span, wait_until
+
+from kvstore.disk.records import PAGE_BYTES
+
+
+def located(store, hashes):
+    """Return how many leading blocks the directory says that each other node has."""
+    return dict(store.core.state.hints.locate(hashes))
+
+
+def test_blocks_on_the_disk_of_another_node(start, cluster):
+    store, other = start("a"), start("b")
+    hashes = cluster.hashes(12)
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {"a": 12})
+    result = other.load(hashes)
+    assert (result.num_blocks, result.num_peer, result.num_disk, result.peers) == (12, 12, 0, ("a",))
+    store.settle()
+    assert store.num("num_read") == 12
+    assert store.core.pool.lookup(hashes) == 12
+
+
+def test_the_directory_knows_blocks_as_long_as_one_tier_has_them(start, cluster):
+    store, other = start("a", disk_capacity_bytes=1 << 16), start("b")
+    hashes = cluster.hashes(5)
+    store.save(hashes)
+    assert located(other, hashes) == {"a": 5}
+    store.empty_memory()
+    store.disk.pool.check_integrity()
+    wait_until(lambda: located(other, hashes) == {"a": 5})
+    # Evicted from the disk, not in memory.
+    for seed in range(1, 4):
+        store.save(cluster.hashes(6, seed=seed), first=10)
+        store.empty_memory()
+    store.core.state.hints.publish_soon()
+    wait_until(lambda: located(other, hashes) == {})
+    assert other.load(hashes).num_blocks == 0
+    # In memory only.
+    store.worker.save(hashes, range(5))
+    wait_until(lambda: located(other, hashes) == {"a": 5})
+
+
+def test_blocks_of_an_earlier_life_are_announced(start, cluster):
+    store, other = start("a"), start("b")
+    hashes = cluster.hashes(12)
+    store.save(hashes)
+    store.restart()
+    wait_until(lambda: located(other, hashes) == {"a": 12})
+    assert other.load(hashes).num_peer == 12
+
+
+def test_cleared_blocks_are_forgotten_by_the_directory(start, cluster):
+    store, other = start("a"), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+    store.core.state.pool_service.clear(hashes.namespace)
+    wait_until(lambda: located(other, hashes) == {})
+    assert other.load(hashes).num_blocks == 0
+
+
+def test_a_damaged_block_of_a_peer_is_a_miss_here(start, cluster):
+    store, other = start("a"), start("b")
+    hashes = cluster.hashes(12)
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {"a": 12})
+    flip(store.slots, slot_span(store.folder, hashes[7])[0] + PAGE_BYTES + 3)
+    assert other.load(hashes).num_blocks == 7
+    store.settle()
+    wait_until(lambda: located(other, hashes) == {"a": 7, "b": 7})
+
+
+def test_a_peer_whose_disk_hangs_costs_a_part_of_the_time(start, cluster, reads):
+    store, other = start("a", disk_timeout_s=0.2, call_timeout_s=1.0), start("b", transfer_timeout_s=SOON_S)
+    hashes = cluster.hashes(12)
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {"a": 12})
+    with reads.held():
+        assert other.load(hashes).num_blocks == 0
+        # The peer's control thread serves on.
+        more = cluster.hashes(4, seed=3)
+        store.save(more, first=20, is_written=False)
+        assert other.load(more).num_peer == 4
+    store.settle()
+    assert other.load(hashes).num_blocks == 12
+
+
+def test_a_peer_without_room_in_memory(start, cluster):
+    store, other = start("a", capacity_bytes=1 << 17), start("b")
+    hashes = cluster.hashes(12)
+    store.save(hashes)
+    store.empty_memory()
+    ticket = store.core.pool.reserve(26, "test")
+    wait_until(lambda: located(other, hashes) == {"a": 12})
+    assert other.load(hashes).num_blocks == 6
+    store.core.pool.abort_store(ticket.write_id, "test")
+    store.settle()
+    assert other.load(hashes).num_blocks == 12
+
+
+def test_two_nodes_ask_each_other_at_once(start, cluster):
+    """Each has on its disk what the other wants. A16: no wait of one needs the other's."""
+    store, other = start("a"), start("b")
+    mine, theirs = cluster.hashes(10, seed=1), cluster.hashes(10, seed=2)
+    store.save(mine)
+    other.save(theirs)
+    for _ in range(3):
+        store.empty_memory()
+        other.empty_memory()
+        wait_until(lambda: located(store, theirs).get("b") == 10 and located(other, mine).get("a") == 10)
+        with ThreadPoolExecutor(2) as threads:
+            loads = [threads.submit(store.load, theirs), threads.submit(other.load, mine)]
+            assert [load.result(2 * SOON_S).num_blocks for load in loads] == [10, 10]
+        store.settle()
+        other.settle()
+
+
+def test_many_peers_loads_of_one_chain(start, cluster, reads):
+    store, other = start("a"), start("b")
+    hashes = cluster.hashes(12)
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {"a": 12})
+    with reads.held():
+        jobs = [other.worker.client.load(hashes, list(range(HALF, HALF + 12))) for _ in range(8)]
+        own = [store.worker.client.load(hashes, list(range(HALF, HALF + 12))) for _ in range(8)]
+        wait_until(lambda: reads.num_waiting)
+    assert [job.result(SOON_S).num_blocks for job in [*jobs, *own]] == [12] * 16
+    assert store.num("num_read") == 12
+    store.settle()
+    other.settle()
+
+
+def test_a_drained_node_gives_from_its_disk_until_it_is_closed(start, cluster):
+    store, other = start("a"), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+    store.core.drain(0.1)
+    wait_until(lambda: located(other, hashes) == {})
+    assert other.load(hashes).num_blocks == 0
+    store.core.undrain()
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+    assert other.load(hashes).num_blocks == 6

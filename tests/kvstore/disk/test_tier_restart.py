@@ -1,0 +1,225 @@
+"""Lives of a store on one folder: what is left of the files is served, and the rest is a miss."""
+
+import os
+import threading
+
+import pytest
+from disk_store import checksum, flip, records_of, wait_until
+
+from kvstore.disk import tier as module
+from kvstore.disk.folder import INDEX, LABEL, LOCK, SLOTS, VERSIONS
+from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
+
+STRIDE = 2 * PAGE_BYTES
+
+
+@pytest.fixture
+def stopped(start, cluster):
+    """A store that was stopped with 12 blocks on its disk, in the places 0 to 11."""
+    store, hashes = start(), cluster.hashes(12)
+    store.save(hashes)
+    store.stop()
+    return store, hashes
+
+
+def test_files_and_modes(stopped):
+    store, _ = stopped
+    modes = {path.name: path.stat().st_mode & 0o777 for path in store.folder.iterdir()}
+    assert modes == dict.fromkeys((LABEL, LOCK, SLOTS, INDEX), 0o600)
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+    assert store.folder.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_restarts_change_nothing_on_disk(stopped):
+    store, hashes = stopped
+    before = checksum(store.folder)
+    for _ in range(3):
+        store.begin()
+        assert store.num("num_restored") == 12
+        store.stop()
+    assert checksum(store.folder) == before
+    store.begin()
+    assert store.load(hashes).num_disk == 12
+
+
+def test_a_slot_file_that_was_cut(stopped):
+    """What is beyond the cut is a miss, the rest is served."""
+    store, hashes = stopped
+    os.truncate(store.slots, 7 * STRIDE + 5000)
+    store.begin()
+    assert (store.num("num_restored"), store.disk.lookup(hashes)) == (7, 7)
+    assert "extended" in store.num("note")
+    assert store.load(hashes).num_blocks == 7
+    store.save(hashes)
+    store.restart()
+    assert store.load(hashes).num_disk == 12
+
+
+def test_a_slot_file_that_is_gone(stopped):
+    store, hashes = stopped
+    store.slots.unlink()
+    store.begin()
+    assert store.num("num_restored") == 0
+    store.save(hashes)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5 * RECORD_BYTES, 5 * RECORD_BYTES + 100])
+def test_an_index_that_was_cut(stopped, kept):
+    store, hashes = stopped
+    os.truncate(store.folder / INDEX, kept)
+    store.begin()
+    assert store.num("num_restored") == kept // RECORD_BYTES
+    assert store.load(hashes).num_disk == kept // RECORD_BYTES
+    store.save(hashes)
+    store.empty_memory()
+    assert store.load(hashes).num_disk == 12
+
+
+def test_an_index_that_is_gone_or_of_other_bytes(stopped):
+    store, hashes = stopped
+    (store.folder / INDEX).unlink()
+    store.begin()
+    assert store.num("num_restored") == 0
+    store.stop()
+    (store.folder / INDEX).write_bytes(os.urandom(1 << 16))
+    store.begin()
+    assert store.num("num_restored") == 0
+    assert store.load(hashes).num_blocks == 0
+    store.save(hashes)
+    store.restart()
+    assert store.load(hashes).num_disk == 12
+
+
+@pytest.mark.parametrize("at", [0, 8, 30, 100, 183])
+def test_a_changed_record_of_the_index_costs_its_block(stopped, at):
+    store, hashes = stopped
+    flip(store.folder / INDEX, records_of(store.folder)[hashes[4]].place * RECORD_BYTES + at)
+    store.begin()
+    assert store.num("num_restored") == 11
+    assert store.load(hashes).num_blocks == 4
+    store.save(hashes)
+    store.empty_memory()
+    assert store.load(hashes).num_disk == 12
+
+
+def test_an_old_record_of_the_index_is_noticed(stopped):
+    """The index says that a place has a block which was overwritten: its record before the bytes says so."""
+    store, hashes = stopped
+    index = store.folder / INDEX
+    old = index.read_bytes()
+    store.begin()
+    for seed in range(1, 7):
+        store.save(store.cluster.hashes(20, seed=seed), first=20)
+    store.stop()
+    index.write_bytes(old)
+    store.begin()
+    assert store.num("num_restored") == 12
+    result = store.load(hashes)
+    assert result.num_blocks == 12 - store.num("num_damaged") < 12
+    store.save(hashes)
+    store.restart()
+    assert store.load(hashes).num_disk == 12
+
+
+def test_a_smaller_capacity_keeps_what_fits(stopped):
+    store, hashes = stopped
+    store.begin(disk_capacity_bytes=1 << 16)  # 7 places.
+    assert store.num("num_restored") == 7
+    assert store.load(hashes).num_disk == 7
+    assert store.slots.stat().st_size == 7 * STRIDE
+
+
+def test_a_larger_capacity_keeps_all(stopped):
+    store, hashes = stopped
+    store.begin(disk_capacity_bytes=1 << 21)
+    assert store.num("num_restored") == 12
+    assert store.load(hashes).num_disk == 12
+    store.save(store.cluster.hashes(40, seed=2))
+    store.restart(disk_capacity_bytes=1 << 16)
+    assert store.load(hashes).num_disk == 7
+
+
+def test_other_sizes_of_slots_begin_empty_with_a_reason(stopped, cluster):
+    store, hashes = stopped
+    store.begin(block_bytes=6000)
+    assert store.num("note") == "its slots have 4096 bytes, this store's have 8192"
+    assert store.num("num_restored") == 0
+    store.save(hashes)
+    store.restart()
+    assert store.load(hashes).num_disk == 12
+
+
+def test_too_small_a_capacity_for_two_blocks_turns_it_off_with_a_reason(start, cluster):
+    store_settings = {"disk_capacity_bytes": 1 << 16, "block_bytes": 1 << 16, "capacity_bytes": 1 << 18}
+    core = cluster.add("a", disk_path=start.path("a"), **store_settings)
+    worker, hashes = cluster.worker("a"), cluster.hashes(3)
+    assert worker.save(hashes, range(3)).num_written == 3
+    assert "disk_capacity_bytes" in core.state.disk.why_off
+    assert core.state.disk.is_off
+    assert core.stats()["disk"]["reason"]
+    assert worker.load(hashes, range(3, 6)).num_local == 3
+    core.state.pool_service.clear(hashes.namespace)
+    assert worker.load(hashes, range(3, 6)).num_blocks == 0
+
+
+def test_no_threads_and_no_files_stay(start, cluster, num_fds):
+    hashes = cluster.hashes(6)
+    store = start()
+    store.save(hashes)
+    store.stop()
+    store.worker.client.close(2.0)
+
+    def threads():
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("raykv-disk")]
+
+    wait_until(lambda: not threads())
+    before = num_fds()
+    for _ in range(3):
+        core = cluster.add("a", **store.settings)
+        worker = cluster.worker("a")
+        wait_until(lambda core=core: not core.state.disk.is_off)
+        assert worker.load(hashes, range(6)).num_disk == 6
+        worker.client.close(2.0)
+        cluster.stop_node("a")
+        core.state.disk.stop()  # Once more does nothing.
+        wait_until(lambda: not threads())
+    assert num_fds() <= before + 2
+
+
+def test_a_store_that_never_had_a_client_leaves_nothing(start, cluster):
+    core = cluster.add("a", disk_path=start.path("a"), disk_capacity_bytes=1 << 20)
+    assert core.state.disk.is_off
+    cluster.stop_node("a")
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("raykv-disk")])
+
+
+def test_a_disk_that_hangs_at_the_first_client_does_not_keep_the_store(start, cluster, monkeypatch):
+    """Nothing waits on the control thread: the store serves, and its tier begins when the disk answers."""
+    go, original = threading.Event(), module.SlotFile
+
+    def slow(*args):
+        assert go.wait(30.0)
+        return original(*args)
+
+    monkeypatch.setattr(module, "SlotFile", slow)
+    try:
+        core = cluster.add("a", disk_path=start.path("a"), disk_capacity_bytes=1 << 20, disk_timeout_s=0.2)
+        worker, hashes = cluster.worker("a"), cluster.hashes(6)
+        assert core.state.disk.is_off
+        assert worker.save(hashes, range(6)).num_written == 6
+        assert worker.load(hashes, range(10, 16)).num_local == 6
+    finally:
+        go.set()
+    wait_until(lambda: not core.state.disk.is_off)
+    more = cluster.hashes(6, seed=2)
+    worker.save(more, range(20, 26))
+    wait_until(lambda: core.state.disk.lookup(more) == 6)
+    core.state.disk.pool.check_integrity()
+
+
+def test_the_versions_are_a_file_of_the_folder_only_after_a_clearing(stopped):
+    store, hashes = stopped
+    assert not (store.folder / VERSIONS).exists()
+    store.begin()
+    store.core.state.pool_service.clear(hashes.namespace)
+    assert (store.folder / VERSIONS).stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,293 @@
+"""Blocks written behind saves: what is left out is counted, what fails costs its blocks only."""
+
+import errno
+
+import numpy as np
+import pytest
+from disk_store import HALF, SOON_S, wait_until
+
+from kvstore.blocks.hashing import Namespace
+from kvstore.disk.records import PAGE_BYTES
+
+
+def refuse(code=errno.EIO):
+    return OSError(code, "broken")
+
+
+def stops_writing(store):
+    """Wait until nothing is to be written."""
+    wait_until(lambda: not store.num("num_queued") and not store.core.pool.num_leases())
+    store.check()
+
+
+def test_all_requests_of_a_batch_are_written(start, cluster):
+    """A2: five saves that end together all reach the disk. A13: each under its own chain."""
+    store = start()
+    chains = [cluster.hashes(4 + seed, seed=seed) for seed in range(5)]
+    firsts = [sum(map(len, chains[:at])) for at in range(5)]
+    jobs = [
+        store.worker.client.save(chain, list(range(first, first + len(chain))))
+        for chain, first in zip(chains, firsts, strict=True)
+    ]
+    assert [job.result(SOON_S).num_written for job in jobs] == [4, 5, 6, 7, 8]
+    for chain, first in zip(chains, firsts, strict=True):
+        for at, own in enumerate(chain):
+            store.saved[own] = store.worker.block(first + at)
+    wait_until(lambda: all(store.disk.lookup(chain) == len(chain) for chain in chains))
+    store.settle()
+    store.empty_memory()
+    assert [store.load(chain).num_disk for chain in chains] == [4, 5, 6, 7, 8]
+    assert store.num("num_written") == 30
+
+
+def test_a_block_is_written_once(start, cluster, writes):
+    store, hashes = start(), cluster.hashes(8)
+    store.save(hashes)
+    count = writes.num_calls
+    store.empty_memory()
+    store.load(hashes)
+    store.save(hashes)
+    store.settle()
+    assert (writes.num_calls, store.num("num_written")) == (count, 8)
+
+
+def test_nothing_is_found_on_disk_before_it_was_written(start, cluster, writes):
+    """A17: a block counts only when all of it is there."""
+    store, hashes = start(), cluster.hashes(8)
+    with writes.held():
+        store.save(hashes, is_written=False)
+        wait_until(lambda: writes.num_waiting)
+        assert store.disk.lookup(hashes) == 0
+        assert store.disk.pool.stats().num_writing == 8 - store.num("num_queued")
+        store.check()
+    store.settle()
+    assert store.disk.lookup(hashes) == 8
+
+
+def test_a_full_queue_drops_and_counts(start, cluster, writes):
+    store = start(capacity_bytes=1 << 17)  # 32 slots, so as many may wait.
+    with writes.held():
+        for seed in range(8):
+            store.save(cluster.hashes(10, seed=seed), is_written=False)
+            store.check()
+        assert store.dropped("queue_full") > 0
+        assert store.num("num_queued") <= 32
+    stops_writing(store)
+    stats = store.stats()
+    # A block whose slot has another one by then is neither: the other one is written for it.
+    assert stats["num_written"] + sum(stats["dropped"].values()) <= 80
+    assert stats["num_written"] > 0
+
+
+def test_a_block_evicted_before_its_turn_is_counted(start, cluster, writes):
+    store = start()
+    with writes.held():
+        for seed in range(6):
+            store.save(cluster.hashes(10, seed=seed), is_written=False)
+        wait_until(lambda: writes.num_waiting == 2)
+        store.empty_memory()
+    stops_writing(store)
+    stats = store.stats()
+    assert 0 < stats["num_written"] < 60
+    assert stats["dropped"] == {"evicted": 60 - stats["num_written"]}
+
+
+def test_the_disk_is_smaller_than_what_is_saved(start, cluster):
+    """A14: of a chain that does not fit, the leading blocks are there, and no others."""
+    store = start(disk_capacity_bytes=1 << 16)  # 7 places.
+    hashes = cluster.hashes(12)
+    store.save(hashes, is_written=False)
+    stops_writing(store)
+    store.empty_memory()
+    num_blocks = store.disk.lookup(hashes)
+    assert 0 < num_blocks <= 7
+    assert store.disk.pool.lookup(hashes) == num_blocks
+    assert store.load(hashes).num_blocks == num_blocks
+
+
+def test_old_blocks_make_room(start, cluster):
+    store = start(disk_capacity_bytes=1 << 16)
+    for seed in range(6):
+        hashes = cluster.hashes(3, seed=seed)
+        store.save(hashes)
+        store.empty_memory()
+        assert store.load(hashes).num_disk == 3
+    assert store.disk.pool.stats().num_evicted > 0
+    assert store.load(cluster.hashes(3, seed=0)).num_blocks == 0
+
+
+def test_the_budget(start, cluster):
+    stride = 2 * PAGE_BYTES
+    store = start(disk_write_bytes_per_day=24 * 10 * stride)  # Ten blocks at once.
+    store.save(cluster.hashes(4, seed=0))
+    store.save(cluster.hashes(4, seed=1))
+    store.save(cluster.hashes(4, seed=2), is_written=False)
+    stops_writing(store)
+    assert (store.num("num_written"), store.dropped("budget")) == (8, 4)
+    assert store.num("num_written_bytes") == 8 * stride
+    store.save(cluster.hashes(2, seed=3))
+
+
+def test_second_use_writes_what_is_stored_twice(start, cluster):
+    store, hashes = start(disk_admission="second_use"), cluster.hashes(6)
+    store.save(hashes, is_written=False)
+    stops_writing(store)
+    assert store.num("num_written") == 0
+    store.empty_memory()
+    store.save(hashes)
+    assert store.num("num_written") == 6
+
+
+def test_second_use_writes_what_is_read(start, cluster):
+    store, hashes = start(disk_admission="second_use"), cluster.hashes(6)
+    store.save(hashes, is_written=False)
+    stops_writing(store)
+    assert store.load(hashes[:4]).num_local == 4
+    wait_until(lambda: store.disk.lookup(hashes) == 4)
+    store.settle()
+    assert store.num("num_written") == 4
+
+
+def test_second_use_with_a_block_that_is_named_twice(start, cluster):
+    """A reader may name a block twice; pins are counted right all the same."""
+    store, hashes = start(disk_admission="second_use"), cluster.hashes(4)
+    store.save(hashes, is_written=False)
+    stops_writing(store)
+    grant = store.core.pool.pin_prefix(hashes, "test", 1e12)
+    slots = list(grant.slots)
+    store.core.pool.release(grant.lease_id, "test")
+    store.disk.used(hashes.namespace, [*slots, *slots, slots[0]])
+    wait_until(lambda: store.disk.lookup(hashes) == 4)
+    store.settle()
+    store.empty_memory()
+    assert store.load(hashes).num_disk == 4
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_an_error_drops_only_its_blocks(start, cluster, writes, code):
+    store, bad, good = start(), cluster.hashes(3), cluster.hashes(4, seed=1)
+    writes.error = refuse(code)
+    store.save(bad, is_written=False)
+    stops_writing(store)
+    assert (store.dropped("error"), store.disk.pool.lookup(bad)) == (3, 0)
+    writes.error = None
+    wait_until(lambda: not store.disk.is_off)
+    store.save(good, first=10)
+    assert store.load(bad).num_local == 3, "in memory nothing happened"
+    store.empty_memory()
+    assert store.load(bad).num_blocks == 0
+    store.save(bad)
+
+
+def test_three_errors_in_a_row_turn_the_tier_off_for_a_while(start, cluster, writes, monkeypatch):
+    monkeypatch.setattr("kvstore.disk.breaker._FIRST_REST_S", 0.3)
+    store = start()
+    writes.error = refuse()
+    for seed in range(3):
+        store.save(cluster.hashes(2, seed=seed), is_written=False)
+        wait_until(lambda seed=seed: store.dropped("error") == 2 * seed + 2)
+    wait_until(lambda: store.stats()["num_trips"] == 1)
+    assert "broken" in store.stats()["reason"]
+    # Nothing is written, or queued, while it is off.
+    count = writes.num_calls
+    store.save(cluster.hashes(2, seed=7), is_written=False)
+    if store.disk.is_off:
+        assert (store.dropped("off"), writes.num_calls) == (2, count)
+    writes.error = None
+    wait_until(lambda: not store.disk.is_off)
+    store.save(cluster.hashes(2, seed=8))
+    assert not store.disk.is_off
+
+
+def test_blocks_on_disk_are_misses_while_it_is_off(start, cluster, writes, monkeypatch):
+    monkeypatch.setattr("kvstore.disk.breaker._FIRST_REST_S", 0.5)
+    store, hashes = start(), cluster.hashes(4)
+    store.save(hashes)
+    store.empty_memory()
+    writes.error = refuse(errno.EROFS)
+    store.save(cluster.hashes(2, seed=7), is_written=False)
+    wait_until(lambda: store.stats()["num_trips"] == 1)
+    if store.disk.is_off:
+        assert store.worker.client.lookup(hashes).num_here == 0
+    writes.error = None
+    wait_until(lambda: not store.disk.is_off)
+    assert store.load(hashes).num_disk == 4
+
+
+def test_a_hanging_write(start, cluster, writes):
+    store = start(disk_timeout_s=0.2, transfer_timeout_s=2.0)
+    stored = cluster.hashes(4, seed=1)
+    store.save(stored)
+    hashes = cluster.hashes(6)
+    with writes.held():
+        store.save(hashes, is_written=False)
+        wait_until(lambda: store.disk.is_off and "hangs" in store.stats()["reason"])
+        # Saves and loads go on in memory.
+        for seed in range(2, 9):
+            own = cluster.hashes(6, seed=seed)
+            store.save(own, first=10, is_written=False)
+            assert store.load(own).num_local == 6
+        assert store.disk.pool.stats().num_writing > 0, "the disk may still write there"
+    wait_until(lambda: not store.disk.is_off)
+    store.settle()
+    assert store.disk.pool.stats().num_writing == 0
+    assert store.disk.lookup(hashes) > 0, "what came late counts"
+    store.save(cluster.hashes(5, seed=20))
+
+
+def test_a_write_that_hangs_pins_a_part_of_a_small_memory_only(start, cluster, writes):
+    store = start(capacity_bytes=1 << 17, disk_timeout_s=0.2, transfer_timeout_s=2.0)
+    with writes.held():
+        for seed in range(6):
+            store.save(cluster.hashes(16, seed=seed), is_written=False)
+        wait_until(lambda: store.disk.is_off)
+        assert store.core.pool.stats().num_pinned <= 8
+        own = cluster.hashes(20, seed=10)
+        assert store.save(own, is_written=False).num_written == 20
+    store.settle()
+
+
+def test_reads_go_on_while_writes_are_slow(start, cluster, writes):
+    store, hashes = start(), cluster.hashes(4)
+    store.save(hashes)
+    store.empty_memory()
+    with writes.held():
+        for seed in range(1, 5):
+            store.save(cluster.hashes(3, seed=seed), first=5, is_written=False)
+        wait_until(lambda: writes.num_waiting == 2)
+        assert store.load(hashes).num_disk == 4
+    store.settle()
+
+
+def test_stop_with_a_hanging_write(start, cluster, writes, monkeypatch):
+    monkeypatch.setattr("kvstore.disk.tier._STOP_S", 0.2)
+    store = start()
+    path, hashes = store.folder, cluster.hashes(4)
+    with writes.held():
+        store.save(hashes, is_written=False)
+        wait_until(lambda: writes.num_waiting)
+        cluster.stop_node("a")
+        # Its folder stays locked: the call may still write there.
+        other = start("b", disk_path=str(path.parent))
+        assert other.folder != path
+        assert other.load(hashes).num_blocks == 0
+
+
+def test_a_namespace_with_a_space_of_its_own(start, cluster):
+    """A19: the same tokens in another namespace are another block, on disk, too."""
+    store, hashes = start(), cluster.hashes(4)
+    store.save(hashes)
+    store.empty_memory()
+    other = Namespace(model="other", shape=cluster.space.shape)
+    worker = cluster.worker("a", 2 * HALF, seed=3, space=other)
+    tokens = np.random.default_rng(0).integers(0, 1000, 4 * cluster.space.shape.block_size)
+    assert cluster.space.block_hashes(tokens) == hashes
+    own = other.block_hashes(tokens)
+    assert worker.load(own, range(4)).num_blocks == 0
+    assert worker.save(own, range(10, 14)).num_written == 4
+    wait_until(lambda: store.disk.lookup(own) == 4)
+    store.settle()
+    store.empty_memory()
+    assert worker.load(own, range(20, 24)).num_disk == 4
+    assert [worker.block(20 + at) for at in range(4)] == [worker.block(10 + at) for at in range(4)]
+    assert store.load(hashes).num_disk == 4
