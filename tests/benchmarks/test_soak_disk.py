@@ -59,6 +59,7 @@ def test_a_fault_changes_the_file_that_it_names_and_no_other(faults, folder, fau
     assert faults.folders() == [folder]
     before = contents(folder)
     if fault is Fault.PUT_BACK_SLOTS:
+        faults.remember()
         faults.spoil(Fault.ZERO_SLOTS, folder)
         assert contents(folder) != before
         faults.spoil(fault, folder)

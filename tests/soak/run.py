@@ -281,6 +281,7 @@ class _Soak:
         node = choice.victim % len(self._target.node_ids)
         part = f"{what} {node}" if what in ("store", "mover") else what
         self._look_at_disks()
+        self._disks.remember()
         self._note(f"{choice.fault.value} {client if what == 'client' else part} {choice.stopped_s}")
         self._outcome.faults[choice.fault.value] += 1
         began_s = time.monotonic()
