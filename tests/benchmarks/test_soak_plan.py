@@ -45,7 +45,7 @@ def test_clients_mostly_save_what_those_of_the_other_node_do_not():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_kind_of_process_is_met_in_the_first_faults_and_every_fault_later(seed):
-    chosen = [choice.fault for choice in islice(plan.faults(seed), 80)]
+    chosen = [choice.fault for choice in islice(plan.faults(seed), 100)]
     assert {Fault.KILL_CLIENT, Fault.KILL_MOVER, Fault.KILL_STORE, Fault.STOP_MOVER} <= set(chosen[:5])
     assert set(chosen) == set(Fault)
     assert Counter(chosen)[Fault.KILL_STORE] >= 5

@@ -80,8 +80,6 @@ class DiskFaults:
         with slots.open("r+b", 0) as slots_file, index.open("r+b", 0) as index_file:
             if fault is Fault.PUT_BACK_SLOTS:
                 chosen = self._put_back(folder, slots_file.fileno(), index_file.fileno())
-            else:
-                self._remember(folder, chosen, slots_file.fileno(), index_file.fileno())
             for place in chosen:
                 self._spoil_place(fault, place, rng.choice(places), slots_file.fileno(), index_file.fileno())
         return f"{len(chosen)} places"
@@ -105,11 +103,17 @@ class DiskFaults:
         elif fault is Fault.COPY_INDEX:
             os.pwrite(index, os.pread(index, RECORD_BYTES, other * RECORD_BYTES), record)
 
-    def _remember(self, folder: Path, places: list[int], slots: int, index: int) -> None:
-        old = self._old.setdefault(folder, {})
-        for place in places:
-            slot = os.pread(slots, STRIDE_BYTES, place * STRIDE_BYTES)
-            old[place] = slot, os.pread(index, RECORD_BYTES, place * RECORD_BYTES)
+    def remember(self) -> None:
+        """Read some slots of each disk as they are now, to be put back later."""
+        for folder in self.folders():
+            if not (folder / SLOTS).exists() or not (places := written(folder / INDEX)):
+                continue
+            old = self._old.setdefault(folder, {})
+            chosen = self._rng.sample(places, min(_NUM_SPOILT, len(places)))
+            with (folder / SLOTS).open("rb", 0) as slots, (folder / INDEX).open("rb", 0) as index:
+                for place in {*chosen} - {*old}:
+                    slot = os.pread(slots.fileno(), STRIDE_BYTES, place * STRIDE_BYTES)
+                    old[place] = slot, os.pread(index.fileno(), RECORD_BYTES, place * RECORD_BYTES)
 
     def _put_back(self, folder: Path, slots: int, index: int) -> list[int]:
         """Have the disk lose writes: places are as they were once, with or without their record in the index."""
@@ -122,8 +126,8 @@ class DiskFaults:
 
 
 def written(index: Path) -> list[int]:
-    """Return the places that have a record in an index file."""
-    data = index.read_bytes()
+    """Return the places that have a record in an index file; none if there is no file."""
+    data = index.read_bytes() if index.exists() else b""
     return [at // RECORD_BYTES for at in range(0, len(data), RECORD_BYTES) if any(data[at : at + 8])]
 
 

@@ -55,8 +55,8 @@ QUIET_S = SETTINGS["lease_ttl_s"] + 2 * SETTINGS["transfer_timeout_s"] + 6.0
 _CLOSE_S = 60.0
 _SAY_S = 1.0
 _HELD_IN_POOL = ("num_pinned", "num_leases", "num_writing", "num_writes", "num_quarantined")
-#: What the threads of a node's disk are called; another one has not ended.
-_DISK_THREADS = [*(f"raykv-disk-{number}" for number in range(4)), "raykv-disk-versions", "raykv-disk-watch"]
+#: A thread of this name opens the disk tier, and ends when that is done.
+_BEGINNER = "raykv-disk-begin"
 #: A store that comes back must have this share of the blocks that were on its disk when it was killed.
 _RESTORED = 0.9
 #: How long a store takes to begin, about.
@@ -206,6 +206,7 @@ class _Soak:
         self._began_s = time.monotonic()
         self._said_s = 0.0
         self._ranks: list[int] = []
+        self._disk_threads: list[str] = []
         self._log = (folder / "faults.log").open("w", buffering=1)
 
     def run(self, only_disk: bool) -> None:
@@ -222,6 +223,8 @@ class _Soak:
 
     def _run(self, only_disk: bool) -> None:
         before, driver_before = self._at_rest(), audit.held_by(os.getpid())
+        self._target.wait_disks_on(RECOVERY_S["disk"])
+        self._disk_threads = self._target.disk_threads(0)
         self._say("starting clients")
         num_clients = self._outcome.num_clients
         for client in range(num_clients):
@@ -278,6 +281,7 @@ class _Soak:
         node = choice.victim % len(self._target.node_ids)
         part = f"{what} {node}" if what in ("store", "mover") else what
         self._look_at_disks()
+        self._disks.remember()
         self._note(f"{choice.fault.value} {client if what == 'client' else part} {choice.stopped_s}")
         self._outcome.faults[choice.fault.value] += 1
         began_s = time.monotonic()
@@ -417,11 +421,11 @@ class _Soak:
                 self._lives[node, stats["pid"]] = stats["disk"]
 
     def _check_disks(self) -> None:
-        """At rest, each disk tier has its threads and no other, and there is no folder more than there are stores."""
+        """At rest, each disk tier has the threads that it began with, and there is one folder for each store."""
         for node in range(len(self._target.node_ids)):
             threads, disk = self._target.disk_threads(node), self._target.disk(node)
-            if threads != _DISK_THREADS:
-                self._finding(f"node {node} has other threads of its disk than it should: {threads}")
+            if threads != self._disk_threads or _BEGINNER in threads:
+                self._finding(f"node {node} has other threads of its disk than {self._disk_threads}: {threads}")
             self._note(f"disk of node {node} at the end: {disk}")
         folders = self._disks.folders()
         if len(folders) != len(self._target.node_ids):
