@@ -39,7 +39,7 @@ from kvstore.runtime import clock
 #: Bytes of one plain call.
 _CALL_BYTES = 8 << 20
 #: Bytes of one chain: those of a save, and of a load.
-_CHAIN_BYTES = 128 << 20
+CHAIN_BYTES = 128 << 20
 _OWNER, _NAME, _TIMEOUT_S = "bench", "bench", 600.0
 _NAMESPACE = hashlib.sha256(b"bench disk").digest()
 _OPS, _WAYS = ("write", "read"), ("plain", "tier")
@@ -103,13 +103,13 @@ def _run_size(
         raise ConfigError(f"path: wanted a folder that can be written to, got {folder}: {error}") from error
     try:
         progress(f"preparing {num_blocks} blocks of {block_bytes} bytes in memory and on the disk")
-        with _Bench(own, num_blocks, block_bytes) as bench:
+        with Bench(own, num_blocks, block_bytes) as bench:
             return bench.run(rounds, progress)
     finally:
         shutil.rmtree(own)
 
 
-class _Bench:
+class Bench:
     """One file of slots, one arena, and a tier on both."""
 
     def __init__(self, folder: Path, num_blocks: int, block_bytes: int) -> None:
@@ -140,7 +140,7 @@ class _Bench:
             0, 256, block_bytes + (1 << 16), dtype=np.uint8
         )
 
-    def __enter__(self) -> _Bench:
+    def __enter__(self) -> Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,14 +174,14 @@ class _Bench:
                 self._plain(os.preadv)
             progress(f"round {number + 1} of {rounds}: loads through the tier")
             with took["read", "tier"].one_round():
-                self._load(chains)
+                self.load(chains)
             self._check(chains)
             self._pool.discard(list(range(self._num_blocks)))
         return [self._row(op, way, took) for op in _OPS for way in _WAYS]
 
     @property
     def _chain_blocks(self) -> int:
-        return max(1, _CHAIN_BYTES // self._block_bytes)
+        return max(1, CHAIN_BYTES // self._block_bytes)
 
     def _chain(self, number: int, first: int) -> BlockHashes:
         count = min(self._chain_blocks, self._num_blocks - first)
@@ -230,7 +230,7 @@ class _Bench:
                 raise DiskUnavailable(f"{wanted - stats['num_written']} blocks were not written: {why}")
             self._changed.wait(1.0)
 
-    def _load(self, chains: list[BlockHashes]) -> None:
+    def load(self, chains: list[BlockHashes]) -> None:
         until_s = clock.now_s() + _TIMEOUT_S
         reads = [self._tier.read(chain, lambda reached, num_read: None) for chain in chains]
         for chain, read in zip(chains, reads, strict=True):

@@ -21,7 +21,7 @@ def measure(folder, num_bytes=SIZE, block_bytes=BLOCK, rounds=2):
 
 
 def test_it_measures_both_ways_of_both_operations(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_CHAIN_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(disk, "CHAIN_BYTES", 3 * BLOCK)
     rows, said = measure(tmp_path, SIZE + 1)
     assert [(row["op"], row["way"]) for row in rows] == [
         ("write", "plain"), ("write", "tier"), ("read", "plain"), ("read", "tier")
@@ -66,13 +66,13 @@ def test_it_says_whether_the_page_cache_was_used(tmp_path):
 
 
 def test_a_block_that_comes_back_with_other_bytes_is_no_result(tmp_path, monkeypatch):
-    load = disk._Bench._load
+    load = disk.Bench.load
 
     def loads_badly(self, chains):
         load(self, chains)
         self._in_slot(0)[5] ^= np.uint8(1)
 
-    monkeypatch.setattr(disk._Bench, "_load", loads_badly)
+    monkeypatch.setattr(disk.Bench, "load", loads_badly)
     with pytest.raises(AssertionError, match="other bytes"):
         measure(tmp_path)
     assert list(tmp_path.iterdir()) == []
