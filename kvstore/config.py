@@ -21,6 +21,9 @@ from kvstore.errors import ConfigError
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
 PROTOCOL_VERSION = 17
 
+#: Names of eviction policies, the default first; kvstore.pool.eviction.make has the policies.
+EVICTION_POLICIES = ("learned", "lru")
+
 _MAX_COPY_THREADS = 4
 _MAX_INT = 1 << 62
 #: Upper bounds of the times in settings: of a lease, and of all others (a load adds several of these).
@@ -84,6 +87,8 @@ class StoreConfig:
         stage_chunk_bytes: bytes that one READ moves between two stages of a hand-off.
         lane: "default" lets UCX choose (RDMA, then shared memory on one host, then TCP) or obeys UCX_TLS;
             "tcp" uses TCP only.
+        eviction: what goes when a node's pool is full: "learned", the blocks that are least likely to be used again, or
+            "lru", the least recently used.
     """
 
     name: str = "default"
@@ -101,6 +106,7 @@ class StoreConfig:
     chunk_bytes: int = 16 << 20
     stage_chunk_bytes: int = 256 << 20
     lane: str = "default"
+    eviction: str = "learned"
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -134,6 +140,8 @@ class StoreConfig:
                 raise ConfigError(f"{field}: wanted at least 4096, got {getattr(self, field)}")
         if self.lane not in ("default", "tcp"):
             raise ConfigError(f"lane: wanted 'default' or 'tcp', got {self.lane!r}")
+        if self.eviction not in EVICTION_POLICIES:
+            raise ConfigError(f"eviction: wanted 'learned' or 'lru', got {clip(self.eviction)}")
 
     def to_json(self) -> str:
         """Return the settings as canonical JSON: sorted keys, no spaces."""

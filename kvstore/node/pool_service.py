@@ -25,6 +25,7 @@ from kvstore.bounds import (
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreDraining, StoreUnavailable
 from kvstore.memory.presence import PresenceTable
+from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.pool import Pool
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.runtime import clock
@@ -142,6 +143,7 @@ class PoolService:
             epoch=self._epoch,
             presence=self._presence.counts,
             clears=self._presence.clears,
+            eviction=make_policy(config.eviction, num_slots),
         )
         self.slot_bytes = slot_bytes
         self._divided(pool, slot_bytes)

@@ -77,6 +77,9 @@ def test_a_number_that_python_would_not_even_write_is_refused(setting):
         {"max_quarantine_s": 0.0},
         {"chunk_bytes": 4095},
         {"lane": "rdma"},
+        {"eviction": "fifo"},
+        {"eviction": "x" * 10_000},
+        {"eviction": None},
         {"name": 5},
         {"block_bytes": 4096.5},
         {"capacity_bytes": True},
@@ -121,6 +124,7 @@ OTHERS = {
     "chunk_bytes": 1 << 20,
     "stage_chunk_bytes": 1 << 21,
     "lane": "tcp",
+    "eviction": "lru",
 }
 
 
