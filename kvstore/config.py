@@ -21,6 +21,9 @@ from kvstore.errors import ConfigError
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
 PROTOCOL_VERSION = 18
 
+#: Names of eviction policies, the default first; kvstore.pool.eviction.make has the policies.
+EVICTION_POLICIES = ("learned", "lru")
+
 _MAX_COPY_THREADS = 4
 _MAX_INT = 1 << 62
 #: Upper bounds of the times in settings: of a lease, and of all others (a load adds several of these).
@@ -94,6 +97,8 @@ class StoreConfig:
         disk_sync: have the disk keep a block, also without power, before it can be found there. It costs speed, and no
             block is ever wrong without it: fewer may be there after a loss of power.
         disk_timeout_s: after this long without an answer of the disk, the tier is off, until the disk answers again.
+        eviction: what goes when a node's pool is full: "learned", the blocks that are least likely to be used again, or
+            "lru", the least recently used.
     """
 
     name: str = "default"
@@ -117,6 +122,7 @@ class StoreConfig:
     disk_write_bytes_per_day: int = 0
     disk_sync: bool = False
     disk_timeout_s: float = 5.0
+    eviction: str = "learned"
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -154,6 +160,8 @@ class StoreConfig:
                 raise ConfigError(f"{field}: wanted at least 4096, got {getattr(self, field)}")
         if self.lane not in ("default", "tcp"):
             raise ConfigError(f"lane: wanted 'default' or 'tcp', got {self.lane!r}")
+        if self.eviction not in EVICTION_POLICIES:
+            raise ConfigError(f"eviction: wanted 'learned' or 'lru', got {clip(self.eviction)}")
         self._check_disk()
 
     def _check_disk(self) -> None:

@@ -151,6 +151,7 @@ class Bench:
         self._arena.close()
 
     def run(self, rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Measure everything so many times in turns; return the rows."""
         if self._tier.is_off:
             raise DiskUnavailable(f"the disk tier did not begin: {self._tier.reason}")
         self._is_direct = bool(self._tier.stats()["is_direct"])
@@ -231,6 +232,7 @@ class Bench:
             self._changed.wait(1.0)
 
     def load(self, chains: list[BlockHashes]) -> None:
+        """Bring all blocks of chains from the disk into memory."""
         until_s = clock.now_s() + _TIMEOUT_S
         reads = [self._tier.read(chain, lambda reached, num_read: None) for chain in chains]
         for chain, read in zip(chains, reads, strict=True):

@@ -27,6 +27,7 @@ from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreDraining, StoreUnavailable
 from kvstore.memory.presence import PresenceTable
+from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.pool import Pool
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.runtime import clock
@@ -149,6 +150,7 @@ class PoolService:
             presence=self._presence.counts,
             clears=self._presence.clears,
             on_published=None if self._disk is None else self._disk.offer,
+            eviction=make_policy(config.eviction, num_slots),
         )
         self.slot_bytes = slot_bytes
         self._divided(pool, slot_bytes)

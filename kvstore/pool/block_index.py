@@ -15,7 +15,7 @@ from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.errors import ChainBroken
 from kvstore.memory.clears import group_of
 from kvstore.memory.presence import PresenceCounts
-from kvstore.pool.eviction import EvictionPolicy
+from kvstore.pool.eviction.policy import EvictionPolicy
 from kvstore.pool.runs import NO_RUN, Run, RunColumns
 from kvstore.pool.slot_lists import NO_SLOTS, SlotList, join
 

@@ -92,7 +92,8 @@ class LeaseTable(OwnedTable[_Lease]):
         if (lease := self.of(lease_id, owner)) is None:
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
         self._check_room()
-        more, num_refused = self._take(chain, owner, deadline_s, lease.kind)
+        # A load from peers brought these blocks, and their claim was their use.
+        more, num_refused = self._take(chain, owner, deadline_s, lease.kind, is_use=False)
         self.num_blocks += len(more.slots)
         lease.slots = join([lease.slots, more.slots])
         lease.generations += more.generations
@@ -128,7 +129,9 @@ class LeaseTable(OwnedTable[_Lease]):
                 f"{self.num_blocks} and more; release those that are not needed, and pin the blocks of a prompt once"
             )
 
-    def _take(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> tuple[_Lease, int]:
+    def _take(
+        self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind, *, is_use: bool = True
+    ) -> tuple[_Lease, int]:
         table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
         columns, count = table.columns, len(found)
         if kind is not PinKind.SOFT:
@@ -142,7 +145,7 @@ class LeaseTable(OwnedTable[_Lease]):
             columns.pin(slots)
         if kind is PinKind.HARD:
             self.hard_pins.update(slots)
-        stamp = table.eviction.touched(slots)
+        stamp = table.eviction.touched(slots, is_use=is_use)
         lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp)
         return lease, len(found) - len(slots)
 

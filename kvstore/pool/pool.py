@@ -21,6 +21,7 @@ from kvstore.bounds import MAX_PARTS, check_count
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
 from kvstore.memory.presence import PresenceCounts
+from kvstore.pool.eviction.policy import EvictionPolicy
 from kvstore.pool.leases import LeaseTable
 from kvstore.pool.slot_checks import check_slots
 from kvstore.pool.slots import SlotTable
@@ -51,6 +52,8 @@ class Pool:
         clears: updated with the number of clearings per namespace; private when None.
         on_published: called under the pool's lock, with the namespace, the slots and the writer of blocks
             that became readable.
+        eviction: chooses what goes when the pool is full, for as many slots, and for no other pool; the least recently
+            used when None.
     """
 
     def __init__(
@@ -64,13 +67,14 @@ class Pool:
         presence: PresenceCounts | None = None,
         clears: ClearCounts | None = None,
         on_published: Callable[[bytes, list[int], str], None] | None = None,
+        eviction: EvictionPolicy | None = None,
     ) -> None:
         if num_slots < 0:
             raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
         self._yield = yield_point
-        self.table = SlotTable(num_slots, presence)
+        self.table = SlotTable(num_slots, presence, eviction)
         self.watches = WatchTable(self.table.index)
         self.swept_at_once = _SWEPT_AT_ONCE
         new_id = count_from(secrets.randbits(48) + 1).__next__

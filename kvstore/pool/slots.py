@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvstore.blocks.chain import BlockHashes
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.block_index import BlockIndex, Space
-from kvstore.pool.eviction import EvictionPolicy
-from kvstore.pool.lru import LeastRecentlyUsed
+from kvstore.pool.eviction.lru import LeastRecentlyUsed
+from kvstore.pool.eviction.policy import EvictionPolicy
 from kvstore.pool.runs import Run
 from kvstore.pool.slot_columns import SlotColumns
 from kvstore.pool.slot_lists import SlotList
@@ -24,10 +24,12 @@ _OWN_COUNTERS = 16
 class SlotTable:
     """Operations on more than one of `index`, `columns` and `eviction`; callers use these for all others."""
 
-    def __init__(self, num_slots: int, presence: PresenceCounts | None = None) -> None:
+    def __init__(
+        self, num_slots: int, presence: PresenceCounts | None = None, eviction: EvictionPolicy | None = None
+    ) -> None:
         self.num_slots = num_slots
         self.columns = SlotColumns(num_slots)
-        self.eviction: EvictionPolicy = LeastRecentlyUsed(num_slots)
+        self.eviction: EvictionPolicy = LeastRecentlyUsed(num_slots) if eviction is None else eviction
         presence = PresenceCounts(bytearray(_OWN_COUNTERS)) if presence is None else presence
         self.index = BlockIndex(num_slots, presence, self.eviction)
         self.num_evicted = self.num_published = 0
@@ -42,6 +44,7 @@ class SlotTable:
             hashes = hashes[: len(run.slots)]
             run.data = b"".join(hashes)
             self.index.claim(run, hashes, parents[: len(hashes)], namespace, depths[: len(hashes)])
+            self.eviction.claimed(run.whole, hashes)
         return run
 
     def claim_anonymous(self, wanted: int) -> Run:
@@ -118,6 +121,7 @@ class SlotTable:
         if hashes:
             self.index.events.add(False, hashes)
             self.num_evicted += len(hashes)
+            self.eviction.evicted(SlotList.of(evicted), hashes)
         return evicted
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int], stamp: int) -> None:

@@ -126,7 +126,8 @@ class WriteTable(OwnedTable[_Write]):
         touched = run
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
             touched = [above, *run]
-        stamp = table.eviction.touched(listed if slots is touched else index.claims.listed(touched))
+        listed_run = listed if slots is touched else index.claims.listed(touched)
+        stamp = table.eviction.touched(listed_run, is_use=False)
         if end < len(hashes):
             # Pinned blocks after a refused one are not touched, and eviction may have passed their place.
             stamp = 0

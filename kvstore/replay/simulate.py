@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
+from kvstore.config import EVICTION_POLICIES
+from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.pool import Pool
 from kvstore.replay.traces import Outcome, Trace
 
@@ -51,11 +53,11 @@ def make_pool(policy_name: str, num_blocks: int, now_s: Callable[[], float]) -> 
     Args:
         policy_name: one of `POOL_POLICIES`.
         num_blocks: its capacity.
-        now_s: the clock of the trace, for policies that look at one. LRU does not, and it is the store's default.
+        now_s: the clock of the trace, for policies that look at one.
     """
     assert policy_name in POOL_POLICIES, policy_name
-    del now_s
-    return Pool(num_blocks)
+    name = EVICTION_POLICIES[0] if policy_name == "default" else policy_name
+    return Pool(num_blocks, eviction=make_policy(name, num_blocks, now_s))
 
 
 def use_blocks(pool: Pool, chain: BlockHashes) -> int:

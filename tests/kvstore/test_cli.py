@@ -166,12 +166,13 @@ def test_start_passes_what_it_was_given(monkeypatch):
     monkeypatch.setattr(api, "start", start)
     result = run(
         *["start", "--capacity", "2GiB", "--name", "a", "--address", "h:1", "--lane", "tcp", "--block-bytes", "64KiB"],
-        *["--timeout", "90"],
+        *["--timeout", "90", "--eviction", "lru"],
     )
     assert result.exit_code == 0
     assert result.stdout == "store 'a' runs on 2 node(s) of the Ray at h:1, 1 GiB each\n"
     assert seen == {
-        "capacity": 2 << 30, "name": "a", "address": "h:1", "lane": "tcp", "block_bytes": 65536, "timeout_s": 90.0
+        "capacity": 2 << 30, "name": "a", "address": "h:1", "lane": "tcp", "block_bytes": 65536, "timeout_s": 90.0,
+        "eviction": "lru",
     }  # fmt: skip
 
 

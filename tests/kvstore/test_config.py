@@ -77,6 +77,9 @@ def test_a_number_that_python_would_not_even_write_is_refused(setting):
         {"max_quarantine_s": 0.0},
         {"chunk_bytes": 4095},
         {"lane": "rdma"},
+        {"eviction": "fifo"},
+        {"eviction": "x" * 10_000},
+        {"eviction": None},
         {"name": 5},
         {"block_bytes": 4096.5},
         {"capacity_bytes": True},
@@ -137,6 +140,7 @@ OTHERS = {
     "disk_write_bytes_per_day": 1 << 40,
     "disk_sync": True,
     "disk_timeout_s": 6.0,
+    "eviction": "lru",
 }
 DISK = {"disk_path": "/disk", "disk_capacity_bytes": 1 << 20}
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.pool import block_index, lru, pool, runs, slot_columns, slots
+from kvstore.pool import block_index, pool, runs, slot_columns, slots
+from kvstore.pool.eviction import block_uses, ghosts, learned, lru, soft_pins, touch_log
 from poolcheck.chains import NAMESPACES
 from poolcheck.explore import explore, replay
 from poolcheck.handoff_scenarios import HANDOFFS
 from poolcheck.run import Run, ScheduleFailed
 from poolcheck.scenarios import SCENARIOS
-from poolcheck.world import World
+from poolcheck.world import World, learned_eviction
 
-_FILES = frozenset(module.__file__ for module in (pool, slots, block_index, runs, slot_columns, lru))
+_FILES = frozenset(
+    module.__file__ for module in (pool, slots, block_index, runs, slot_columns, lru, touch_log, soft_pins)
+)
+_LEARNED = _FILES | {module.__file__ for module in (learned, block_uses, ghosts)}
 
 
 @pytest.mark.parametrize("name", [*SCENARIOS, *HANDOFFS])
@@ -26,6 +30,22 @@ def test_every_schedule_up_to_three_preemptions(name):
 )
 def test_a_preemption_at_every_line_of_the_pool(name):
     explored = explore(SCENARIOS[name], max_preemptions=1, files=_FILES)
+    assert explored.num_points > 100 * explored.num_schedules
+
+
+@pytest.fixture
+def learned_pools(monkeypatch):
+    monkeypatch.setattr("poolcheck.world.make_eviction", learned_eviction)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_schedule_up_to_two_preemptions_under_learned_reuse(learned_pools, name):
+    explored = explore(SCENARIOS[name], max_preemptions=2)
+    assert explored.num_schedules > 10
+
+
+def test_a_preemption_at_every_line_under_learned_reuse(learned_pools):
+    explored = explore(SCENARIOS["claim_pin_evict"], max_preemptions=1, files=_LEARNED)
     assert explored.num_points > 100 * explored.num_schedules
 
 

@@ -16,10 +16,11 @@ from poolcheck.hammer import ROLES, assert_at_rest, hammer_threads
 BLOCK_BYTES, NUM_SLOTS, NUM_ROUNDS = 4096, 16, 300
 
 
+@pytest.mark.parametrize("eviction", ["lru", "learned"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_threads_leave_the_pool_whole(seed):
+def test_threads_leave_the_pool_whole(seed, eviction):
     num_rounds = 1000
-    hammered = hammer_threads(num_slots=12, num_rounds=num_rounds, seed=seed)
+    hammered = hammer_threads(num_slots=12, num_rounds=num_rounds, seed=seed, eviction=eviction)
     assert len(hammered.counts) == len(ROLES)
     assert set(hammered.counts.values()) == {num_rounds}
     assert hammered.pool.stats().num_evicted > num_rounds

@@ -20,9 +20,12 @@ from hypothesis.stateful import (
 
 from kvstore.blocks.grants import PinKind
 from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased, PoolExhausted
+from kvstore.pool.eviction.learned import LearnedReuse
+from kvstore.pool.eviction.reuse import EDGES_S
 from kvstore.pool.pool import Pool
+from kvstore.pool.slot_lists import SlotList
 from poolcheck.chains import NAMESPACES, chain_of
-from poolcheck.model import NEVER_S, Block, Held, Model, Watch, Write
+from poolcheck.model import NEVER_S, SAVE_GAP_S, Block, Held, Model, Watch, Write
 
 NUM_SLOTS, MAX_PINNED, MAX_HARD_PINNED = 4, 3, 1
 READS = ("read-1", "read-2")
@@ -40,14 +43,22 @@ class PoolMachine(RuleBasedStateMachine):
         st.sampled_from((0,) * 6 + (1, 2)),
     )
 
+    num_slots = NUM_SLOTS
+
     def __init__(self):
         super().__init__()
-        self.pool = Pool(NUM_SLOTS, MAX_PINNED, max_hard_pinned=MAX_HARD_PINNED)
-        self.model = Model(NUM_SLOTS, MAX_PINNED, MAX_HARD_PINNED)
-        self.now_s = 0.0
+        self.model = Model(self.num_slots, MAX_PINNED, MAX_HARD_PINNED)
+        self.pool = Pool(self.num_slots, MAX_PINNED, max_hard_pinned=MAX_HARD_PINNED, eviction=self.policy())
         self.waiting: dict[int, tuple[Watch, list[int]]] = {}
         self.told: list[list[int]] = []
         self.replayed: set[bytes] = set()
+
+    def policy(self):
+        return None
+
+    @property
+    def now_s(self):
+        return self.model.now_s
 
     @initialize(some=st.sampled_from(((), ("ab", "ba"), ("a", "b", "ab"))), used=st.lists(chains, max_size=2))
     def begin(self, some, used):
@@ -100,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         wanted = self.model.pinnable(chain, held.kind)
         grant = self.pool.pin_prefix(chain, owner, self.now_s + ttl_s, lease_id)
         assert (grant.lease_id, list(grant.slots)) == (lease_id, wanted)
-        self.model.hold(lease_id, held, wanted)
+        self.model.hold(lease_id, held, wanted, SAVE_GAP_S)
         held.deadline_s = max(held.deadline_s, self.now_s + ttl_s)
 
     @rule(lease_id=leases, owner=owners)
@@ -121,7 +132,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.5, 1.0, 3.0)))
     def expire(self, seconds):
-        self.now_s += seconds
+        self.model.now_s += seconds
         assert self.pool.expire(self.now_s) == self.model.expire(self.now_s)
 
     @rule(
@@ -161,17 +172,17 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(slot_of[i] == found[i] for i in joined), "ranks of one block write to one slot"
         taken = {slot_of[i] for i in missing[:count]}
         assert len(taken) == count
-        assert model.may_evict(taken - free), "what was evicted is not the least recently used that could go"
+        assert model.may_evict(taken - free), "what was evicted is not what had to go first"
         assert taken >= free or len(taken - free) == 0, "a block was evicted while a slot was free"
         for slot in taken - free:
-            del model.blocks[slot]
+            model.evict(slot)
         for i in missing[:count]:
             above = hashes[i - 1] if i else chain.parent
             model.claim(slot_of[i], Block(hashes[i], chain.namespace, above, num_parts, terms["parts_deadline_s"]))
             found[i] = slot_of[i]
         for i in indexes:
             model.blocks[found[i]].writers.add(part)
-        model.touch([*([parent] if parent >= 0 else []), *found[:refused_at]])
+        model.touch([*([parent] if parent >= 0 else []), *found[:refused_at]], SAVE_GAP_S)
         assert ticket.num_awaited == sum(not model.blocks[slot].ready for slot in found[:refused_at]) - len(indexes)
         assert ticket.num_clears == model.num_clears[chain.namespace]
         assert bool(ticket.write_id) == bool(indexes)
@@ -225,7 +236,7 @@ class PoolMachine(RuleBasedStateMachine):
     def end_quarantine(self, name):
         assert self.pool.end_quarantine(name) == len(self.model.aside.pop(name, []))
 
-    @precondition(lambda self: len(self.model.blocks) == NUM_SLOTS)
+    @precondition(lambda self: len(self.model.blocks) == self.num_slots)
     @rule(namespace=st.sampled_from(NAMESPACES))
     def clear(self, namespace):
         assert self.pool.clear(namespace) == self.model.clear(namespace)
@@ -274,8 +285,8 @@ class PoolMachine(RuleBasedStateMachine):
         for owner in ("p", "q"):
             held = [*model.leases.values(), *model.writes.values()]
             assert self.pool.holds(owner) == any(one.owner == owner for one in held)
-        lives = tuple(model.lives.get(slot, 0) for slot in range(NUM_SLOTS))
-        assert self.pool.generations(tuple(range(NUM_SLOTS))) == lives
+        lives = tuple(model.lives.get(slot, 0) for slot in range(self.num_slots))
+        assert self.pool.generations(tuple(range(self.num_slots))) == lives
         for present, block_hash in self.pool.drain_events():
             (self.replayed.add if present else self.replayed.remove)(block_hash)
         findable = {block.block_hash for block in model.blocks.values() if block.ready and block.findable}
@@ -322,8 +333,76 @@ class SharingMachine(PoolMachine):
         self.clear(chain.namespace)
 
 
+#: By uses and age, with estimates that cross: each class is the likeliest at some age, and none rises.
+HAZARDS = [[9.0, 0.5, 0.4, 0.1], [8.0, 8.0, 0.2, 0.1], [2.0, 2.0, 2.0, 0.3], [1.0, 1.0, 1.0, 1.0]]
+STEPS_S = (2.0, 4.0, 64.0)
+
+
+def hazard_of(uses, age_s):
+    """The table's value; an age on a step is of what follows."""
+    return HAZARDS[uses - 1][sum(age_s >= step_s for step_s in STEPS_S)]
+
+
+def learned(now_s, num_slots, *, crossing):
+    policy = LearnedReuse(num_slots, now_s, num_ghosts=4096)
+    if crossing:
+        # The steps are edges of the policy's buckets.
+        policy.hazards = [[hazard_of(uses, edge_s) for edge_s in EDGES_S[:-1]] for uses in (1, 2, 3, 4)]
+    return policy
+
+
+class LearnedMachine(PoolMachine):
+    """Learned reuse, under estimates that make the order another one than that of touches."""
+
+    num_slots = 7
+    grow = renew = lookup = watch = end_watch = release_owner = None  # type: ignore[assignment]
+
+    def policy(self):
+        self.model.hazard = hazard_of
+        return learned(lambda: self.model.now_s, self.num_slots, crossing=True)
+
+    @rule(seconds=st.sampled_from((1.0, 2.5, 70.0)))
+    def wait(self, seconds):
+        """Let time pass without an end of what has deadlines, which `expire` brings."""
+        self.model.now_s += seconds
+
+    @rule(chain=PoolMachine.chains, num_times=st.integers(1, 3))
+    def use_again(self, chain, num_times):
+        """Make blocks of several classes and ages."""
+        self.store(chain, "p")
+        for _ in range(num_times):
+            self.wait(1.0)
+            self.release(self.pin(chain, "p", 1), "p")
+
+    @rule(tokens=st.text("xyz", min_size=2, max_size=4))
+    def make_room(self, tokens):
+        """Let several blocks go at once."""
+        self.store(chain_of(tokens), "q")
+
+    @invariant()
+    def uses_are_those_of_the_model(self):
+        blocks = self.pool.table.eviction.blocks
+        found = blocks.uses[blocks.rows_of(SlotList.of(list(range(self.num_slots))))]
+        assert all(found[slot] == block.uses for slot, block in self.model.blocks.items() if block.findable)
+
+
+class UnlearnedMachine(LearnedMachine):
+    """As long as nothing is learned, all that is allowed is the order of touches, as for LRU."""
+
+    def policy(self):
+        return learned(lambda: self.model.now_s, self.num_slots, crossing=False)
+
+
+class LearnedSharingMachine(SharingMachine):
+    """Pins, parts and waiting under learned reuse."""
+
+    policy = LearnedMachine.policy
+
+
 TestPoolMachine, TestSharingMachine = PoolMachine.TestCase, SharingMachine.TestCase
-TestPoolMachine.settings = TestSharingMachine.settings = settings(
+TestUnlearnedMachine, TestLearnedMachine = UnlearnedMachine.TestCase, LearnedMachine.TestCase
+TestLearnedSharingMachine = LearnedSharingMachine.TestCase
+TestPoolMachine.settings = TestSharingMachine.settings = TestUnlearnedMachine.settings = settings(
     max_examples=100,
     stateful_step_count=40,
     deadline=None,
@@ -333,3 +412,4 @@ TestPoolMachine.settings = TestSharingMachine.settings = settings(
     # Whether a mutant is caught needs no shortest example.
     phases=[Phase.generate] if os.environ.get("POOLCHECK_MUTANT") else tuple(Phase),
 )
+TestLearnedMachine.settings = TestLearnedSharingMachine.settings = TestPoolMachine.settings

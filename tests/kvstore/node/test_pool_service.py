@@ -14,6 +14,8 @@ from kvstore.blocks.codec import decode_count, encode
 from kvstore.bounds import MAX_BLOCK_BYTES
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ChainBroken, ConfigError, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
+from kvstore.pool.eviction.learned import LearnedReuse
+from kvstore.pool.eviction.lru import LeastRecentlyUsed
 from kvstore.remote.messages import PeerLease, decode_peer_lease
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
@@ -430,3 +432,10 @@ def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monk
     assert decode_count(ask(Op.RELEASE, encode(ids[0]))) == 1
     with worker.client.lease(hashes, ttl_s=30) as lease:
         assert len(lease.slots) == 2
+
+
+@pytest.mark.parametrize(("eviction", "policy"), [("learned", LearnedReuse), ("lru", LeastRecentlyUsed)])
+def test_the_setting_decides_what_goes_when_a_node_is_full(cluster, eviction, policy):
+    core = cluster.add("e", mover=False, capacity_bytes=1 << 16, eviction=eviction)
+    core.state.pool_service.attach(b"n" * 32, 4096)
+    assert isinstance(core.pool.table.eviction, policy)

@@ -15,10 +15,13 @@ from poolcheck.chains import LATER_S, NAMESPACES, chain_of, store
 class FirstInFirstOut:
     """Has every block that was stored, until it is freed; so it may name blocks that cannot go, and leaves none out."""
 
-    def __init__(self, num_slots):
+    def __init__(self):
         self.soft_pins, self.order, self.again, self.now = Counter(), {}, deque(), 0
 
-    def touched(self, slots):
+    def claimed(self, slots, hashes):
+        pass
+
+    def touched(self, slots, *, is_use):
         self.now += 1
         return self.now
 
@@ -33,6 +36,9 @@ class FirstInFirstOut:
 
     def soft_unpinned(self, slots):
         self.soft_pins -= Counter(slot for slot in slots if slot in self.soft_pins)
+
+    def evicted(self, slots, hashes):
+        assert len(slots) == len(hashes) > 0
 
     def freed(self, slots):
         for slot in slots:
@@ -52,13 +58,8 @@ class FirstInFirstOut:
         assert evictable <= self.order.keys()
 
 
-@pytest.fixture
-def first_in(monkeypatch):
-    monkeypatch.setattr("kvstore.pool.slots.LeastRecentlyUsed", FirstInFirstOut)
-
-
-def test_the_policy_decides_what_goes_and_soft_pins_go_last(first_in):
-    pool = Pool(6)
+def test_the_policy_decides_what_goes_and_soft_pins_go_last():
+    pool = Pool(6, eviction=FirstInFirstOut())
     for tokens in ("ab", "cd", "ef"):
         store(pool, tokens)
     pool.pin(chain_of("ab"), "p", PinKind.SOFT)
@@ -71,8 +72,8 @@ def test_the_policy_decides_what_goes_and_soft_pins_go_last(first_in):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_pool_stays_whole_under_another_policy(first_in, seed):
-    rng, pool = random.Random(seed), Pool(12)
+def test_a_pool_stays_whole_under_another_policy(seed):
+    rng, pool = random.Random(seed), Pool(12, eviction=FirstInFirstOut())
     for _ in range(120):
         chain = chain_of("".join(rng.choice("abc") for _ in range(rng.randrange(1, 6))))
         what = rng.randrange(6)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.errors import ChainBroken, LeaseReleased
+from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.pool import Grant, Pool, StoreTicket
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 
@@ -176,9 +177,9 @@ ROLES: tuple[Callable[[Hammered, random.Random, str], None], ...] = (
 )
 
 
-def hammer_threads(num_slots: int, num_rounds: int, seed: int) -> Hammered:
+def hammer_threads(num_slots: int, num_rounds: int, seed: int, eviction: str = "lru") -> Hammered:
     """Run all roles at once, `num_rounds` each; raises what the first of them raised."""
-    pool = Pool(num_slots, max_pinned=num_slots - 2)
+    pool = Pool(num_slots, max_pinned=num_slots - 2, eviction=make_policy(eviction, num_slots))
     h = Hammered(pool, bytearray(num_slots * _STAMP), [None] * num_slots)
     errors: list[BaseException] = []
     start = threading.Barrier(len(ROLES))

@@ -7,12 +7,15 @@ slots a block gets, and which of several soft pins is given up first, is the poo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import PinKind
 
 NEVER_S = float("inf")
+#: What is closer together is one use: of all, and of a save that finds blocks which their prompt has loaded.
+USE_GAP_S, SAVE_GAP_S = 1.0, 60.0
 
 
 @dataclass(eq=False)
@@ -35,6 +38,9 @@ class Block:
     refs: int = 0
     soft: int = 0
     touched: int = 0
+    touched_s: float = 0.0
+    uses: int = 0
+    used_s: float = -NEVER_S
 
 
 @dataclass(kw_only=True)
@@ -85,6 +91,11 @@ class Model:
     lives: dict[int, int] = field(default_factory=dict)
     num_clears: Counter[bytes] = field(default_factory=Counter)
     clock: int = 0
+    now_s: float = 0.0
+    #: For learned reuse: of a block with so many uses, touched so long ago. None: only the order of touches counts.
+    hazard: Callable[[int, float], float] | None = None
+    #: Uses of evicted blocks, and when the last was.
+    ghosts: dict[bytes, tuple[int, float]] = field(default_factory=dict)
 
     def find(self, block_hash: bytes) -> int:
         """Return the slot in which a block is or is being written, -1 for none."""
@@ -121,12 +132,17 @@ class Model:
         return prefix
 
     def evictable(self, gone: set[int]) -> tuple[list[int], list[int]]:
-        """Return what could go next once `gone` has gone: (the oldest that nobody prefers, all that somebody does)."""
+        """Return what could go next once `gone` has gone: (the first that nobody prefers, all that somebody does)."""
         left = {slot: block for slot, block in self.blocks.items() if slot not in gone}
         parents = {block.parent for block in left.values() if block.findable}
         idle = [s for s, b in left.items() if b.ready and not b.refs and b.block_hash not in parents]
-        plain = sorted((s for s in idle if not left[s].soft), key=lambda slot: left[slot].touched)
+        plain = sorted((s for s in idle if not left[s].soft), key=lambda slot: self.place(left[slot]))
         return plain[:1], [s for s in idle if left[s].soft]
+
+    def place(self, block: Block) -> tuple[float, int]:
+        """Return what orders blocks: the least goes first."""
+        hazard = self.hazard(block.uses, self.now_s - block.touched_s) if self.hazard else 0.0
+        return hazard, block.touched
 
     def num_evictable(self, wanted: int) -> int:
         """Return how many blocks could go to make room, `wanted` at most."""
@@ -145,11 +161,23 @@ class Model:
         plain, preferred = self.evictable(set(gone))
         return any(self.may_evict(victims, gone | {slot}) for slot in plain or preferred if slot in victims)
 
-    def touch(self, slots: list[int]) -> None:
-        """Use a chain: its root is the most recent."""
+    def touch(self, slots: list[int], gap_s: float = USE_GAP_S) -> None:
+        """Touch a chain: its root is the most recent. That uses what was not used for `gap_s` seconds."""
         for slot in reversed(slots):
             self.clock += 1
-            self.blocks[slot].touched = self.clock
+            block = self.blocks[slot]
+            self.use(block, gap_s)
+            block.touched, block.touched_s = self.clock, self.now_s
+
+    def use(self, block: Block, gap_s: float = USE_GAP_S) -> None:
+        """Use a block, if it was not used for `gap_s` seconds."""
+        if self.now_s - block.used_s >= gap_s:
+            block.uses, block.used_s = min(block.uses + 1, 4), self.now_s
+
+    def evict(self, slot: int) -> None:
+        """Take a block out, but remember how it was used."""
+        block = self.blocks.pop(slot)
+        self.ghosts[block.block_hash] = block.uses, block.used_s
 
     def pin(self, slots: list[int]) -> None:
         """Add a reader."""
@@ -163,7 +191,7 @@ class Model:
             if not self.blocks[slot].refs and not self.blocks[slot].findable:
                 del self.blocks[slot]
 
-    def hold(self, lease_id: int, held: Held, slots: list[int]) -> None:
+    def hold(self, lease_id: int, held: Held, slots: list[int], gap_s: float = USE_GAP_S) -> None:
         """Put slots under a lease, perhaps a new one."""
         self.leases[lease_id] = held
         if held.kind is PinKind.SOFT:
@@ -173,7 +201,7 @@ class Model:
         else:
             self.pin(slots)
             held.slots += slots
-        self.touch(slots)
+        self.touch(slots, gap_s)
 
     def drop(self, lease_id: int) -> None:
         """End a lease or a pin."""
@@ -186,6 +214,8 @@ class Model:
     def claim(self, slot: int, block: Block) -> None:
         """Begin a slot's next life."""
         self.blocks[slot] = block
+        block.uses, block.used_s = self.ghosts.pop(block.block_hash, (0, -NEVER_S))
+        self.use(block)
         self.lives[slot] = self.lives.get(slot, 0) + 1
 
     def can_join(self, slot: int, num_parts: int, part: int) -> bool:

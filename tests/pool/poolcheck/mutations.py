@@ -6,7 +6,8 @@ from poolcheck.mutant import Mutant
 from poolcheck.mutations_blocks import BLOCKS
 from poolcheck.mutations_clearing import CLEARINGS
 from poolcheck.mutations_entry import ENTRY
+from poolcheck.mutations_eviction import EVICTION_POLICIES
 from poolcheck.mutations_handoffs import HANDOFFS
 from poolcheck.mutations_holders import HOLDERS
 
-MUTANTS: tuple[Mutant, ...] = (*BLOCKS, *HOLDERS, *CLEARINGS, *ENTRY, *HANDOFFS)
+MUTANTS: tuple[Mutant, ...] = (*BLOCKS, *HOLDERS, *CLEARINGS, *ENTRY, *HANDOFFS, *EVICTION_POLICIES)

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-
 _LOCK = type(threading.Lock())
 
 

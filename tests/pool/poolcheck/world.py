@@ -10,11 +10,27 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
+from kvstore.pool.eviction.learned import LearnedReuse
+from kvstore.pool.eviction.lru import LeastRecentlyUsed
+from kvstore.pool.eviction.policy import EvictionPolicy
+from kvstore.pool.eviction.reuse import NUM_BUCKETS
 from kvstore.pool.pool import Grant, Pool, StoreTicket
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 from poolcheck.run import Run
 
 _HALF = 8
+
+
+def make_eviction(num_slots: int) -> EvictionPolicy:
+    """Return the policy of the pools of worlds; a test may put another function in the place of this one."""
+    return LeastRecentlyUsed(num_slots)
+
+
+def learned_eviction(num_slots: int) -> EvictionPolicy:
+    """Return learned reuse with few ghosts, a clock that goes on with each look, and estimates that favour the new."""
+    policy = LearnedReuse(num_slots, map(float, count()).__next__, num_ghosts=2)
+    policy.hazards = [[4.0] * NUM_BUCKETS, [3.0] * NUM_BUCKETS, [2.0] * NUM_BUCKETS, [1.0] * NUM_BUCKETS]
+    return policy
 
 
 class World:
@@ -27,7 +43,7 @@ class World:
     """
 
     def __init__(self, run: Run, num_slots: int, max_pinned: int | None = None) -> None:
-        self.pool = Pool(num_slots, max_pinned, epoch=b"one life")
+        self.pool = Pool(num_slots, max_pinned, epoch=b"one life", eviction=make_eviction(num_slots))
         self.pool._lock = run.lock()
         # From 1 on in each run: where two come to one state, their numbers are the same.
         self.pool.new_id = self.pool.leases.new_id = self.pool.writes.new_id = count(1).__next__

@@ -2,32 +2,32 @@
 
 import random
 
-from kvstore.pool.lru import LeastRecentlyUsed
+from kvstore.pool.eviction.lru import LeastRecentlyUsed
 from kvstore.pool.slot_lists import SlotList
 
 
 def test_oldest_touch_first_and_each_chain_from_its_end():
     order = LeastRecentlyUsed(6)
-    order.touched(SlotList.of([0, 1, 2]))
-    order.touched(SlotList.of([3, 4]))
-    order.touched(SlotList.of([0, 1]))
+    order.touched(SlotList.of([0, 1, 2]), is_use=True)
+    order.touched(SlotList.of([3, 4]), is_use=True)
+    order.touched(SlotList.of([0, 1]), is_use=True)
     assert list(order.victims()) == [2, 4, 3, 1, 0]
 
 
 def test_a_slot_that_was_passed_comes_up_again_when_offered():
     order = LeastRecentlyUsed(4)
-    first = order.touched(SlotList.of([0, 1]))
-    second = order.touched(SlotList.of([2, 3]))
+    first = order.touched(SlotList.of([0, 1]), is_use=True)
+    second = order.touched(SlotList.of([2, 3]), is_use=True)
     taken = order.victims()
     assert [next(taken), next(taken)] == [1, 0]
-    assert order.passed == first < second
+    assert order.log.passed == first < second
     order.released([1, 2], 0)
     assert list(order.victims()) == [1, 3, 2], "2 had its place all the time"
 
 
 def test_what_left_the_order_does_not_come_back():
     order = LeastRecentlyUsed(2)
-    order.touched(SlotList.of([0, 1]))
+    order.touched(SlotList.of([0, 1]), is_use=True)
     order.freed(SlotList.of([1]))
     order.released([1], 0)
     assert list(order.victims()) == [0]
@@ -40,9 +40,9 @@ def test_many_touches_are_forgotten_little_by_little():
     for now in range(2000):
         begin = rng.randrange(40)
         chain = list(range(begin, min(40, begin + rng.randrange(1, 9))))
-        order.touched(SlotList.of(chain))
+        order.touched(SlotList.of(chain), is_use=True)
         last |= {slot: (now, -i) for i, slot in enumerate(chain)}
-        assert order.num_logged <= 2 * 40 + 64 + 8
+        assert order.log.num_logged <= 2 * 40 + 64 + 8
         order.check(set(last))
         if now % 50 == 49:
             expected = sorted(last, key=last.__getitem__)
@@ -55,7 +55,7 @@ def test_many_touches_are_forgotten_little_by_little():
 
 def test_soft_pins_go_last_and_lose_their_place_when_they_end():
     order = LeastRecentlyUsed(4)
-    order.touched(SlotList.of([0, 1, 2, 3]))
+    order.touched(SlotList.of([0, 1, 2, 3]), is_use=True)
     order.soft_pinned([3, 2, 3])
     taken = order.victims()
     assert [next(taken) for _ in range(2)] == [1, 0]
@@ -66,18 +66,18 @@ def test_soft_pins_go_last_and_lose_their_place_when_they_end():
 
 def test_a_soft_pin_ends_with_its_block():
     order = LeastRecentlyUsed(2)
-    order.touched(SlotList.of([0, 1]))
+    order.touched(SlotList.of([0, 1]), is_use=True)
     order.soft_pinned([0, 1])
     order.freed(SlotList.of([1]))
-    order.touched(SlotList.of([1]))
+    order.touched(SlotList.of([1]), is_use=True)
     assert (order.soft_pins, list(order.victims())) == ({0: 1}, [1, 0])
 
 
 def test_a_slot_that_was_touched_since_is_not_let_come_up_twice():
     order = LeastRecentlyUsed(2)
-    first = order.touched(SlotList.of([0, 1]))
+    first = order.touched(SlotList.of([0, 1]), is_use=True)
     assert next(order.victims()) == 1
-    second = order.touched(SlotList.of([1]))
+    second = order.touched(SlotList.of([1]), is_use=True)
     order.released([0, 1], first)
     order.stored([1], second)
     assert list(order.victims()) == [0, 1]

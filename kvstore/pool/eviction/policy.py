@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from kvstore.pool.slot_lists import SlotList
@@ -19,10 +19,17 @@ class EvictionPolicy(Protocol):
     def soft_pins(self) -> Mapping[int, int]:
         """Slots with a soft pin, and the number of soft pins of each."""
 
-    def touched(self, slots: SlotList) -> int:
+    def claimed(self, slots: SlotList, hashes: Sequence[bytes]) -> None:
+        """Note that blocks with these hashes are written to free slots: a prompt uses them.
+
+        `touched` follows in the same step, with these slots among others.
+        """
+
+    def touched(self, slots: SlotList, *, is_use: bool) -> int:
         """Note that a chain was claimed, read or pinned; return the stamp of this touch, above 0.
 
-        Slots come in chain order. The pool passes the stamp to `stored` and `released`.
+        Slots come in chain order. The pool passes the stamp to `stored` and `released`. `is_use` is False for a save
+        that finds its blocks here: mostly the prompt that it belongs to has loaded them, which was its use of them.
         """
 
     def stored(self, slots: Iterable[int], stamp: int) -> None:
@@ -39,6 +46,9 @@ class EvictionPolicy(Protocol):
 
     def soft_unpinned(self, slots: Iterable[int]) -> None:
         """Remove a soft pin from each slot that has one."""
+
+    def evicted(self, slots: SlotList, hashes: Sequence[bytes]) -> None:
+        """Note that blocks with these hashes were evicted; `freed` follows in the same step, with these slots."""
 
     def freed(self, slots: SlotList) -> None:
         """Forget slots and their soft pins: their blocks were evicted, cleared or aborted."""
