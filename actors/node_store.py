@@ -211,8 +211,10 @@ class NodeStore:
         self._core.undrain()
 
     def check_integrity(self) -> None:
-        """Assert the pool's invariants; for tests and debugging."""
+        """Assert the invariants of the pool, and of the disk's; for tests and debugging."""
         self._core.pool.check_integrity()
+        if (disk := self._core.state.disk) is not None and disk.pool.num_slots:
+            disk.pool.check_integrity()
 
 
 class _MoverActor:

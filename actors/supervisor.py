@@ -305,9 +305,11 @@ def _make(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ...], *
             return handle
         except KVStoreError as error:
             last = error
-            if "creation task" in str(error):  # Ray's text for a constructor that raised; it would raise again.
-                if _CONFIG_ERROR in str(error):
-                    raise ConfigError(str(error)) from error
+            text = str(error)
+            if "creation task" in text:  # Ray's text for a constructor that raised; it would raise again.
+                if _CONFIG_ERROR in text:
+                    # Only what it says: before it stand the tracebacks of its process.
+                    raise ConfigError(text.rpartition(_CONFIG_ERROR)[2].lstrip(": ").strip()) from error
                 break
             time.sleep(0.2)
     raise last

@@ -162,7 +162,9 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
 @NAME
 @ADDRESS
 def stop(name: str, address: str | None) -> None:
-    """Stop one store on every node, also while it is used. Its blocks are gone; Ray and other stores go on.
+    """Stop one store on every node, also while it is used. Ray and other stores go on.
+
+    Its blocks in memory are gone. Those of a disk tier stay on the disks, for the next store of that name and path.
 
     This works for a store whose supervisor hangs or is gone, and for one of another version. Where several Rays run on
     this machine, --address or RAY_ADDRESS has to name one.

@@ -57,7 +57,7 @@ def test_every_setting_is_listed_with_its_default():
     assert rows.keys() == fields.keys()
     for name, told in rows.items():
         number, _, unit = told.strip().partition(" ")
-        value = told.strip().strip('`"') if "`" in told else float(number) * _UNITS.get(unit, 1)
+        value = ast.literal_eval(told.strip().strip("`")) if "`" in told else float(number) * _UNITS.get(unit, 1)
         assert value == fields[name], name
 
 

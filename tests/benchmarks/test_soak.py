@@ -38,5 +38,7 @@ def test_a_short_soak_finds_nothing(repo_root):
     assert sum(result["counts"]["operations"].values()) > 200
     assert result["counts"]["blocks"]["verified"] > 1000
     assert result["counts"]["blocks"]["from peers"] > 0
+    assert result["counts"]["blocks"]["from disk"] > 0
+    assert result["disk"]["blocks compared at the end, from disk"] > 0
     assert result["num_verified_at_end"] > 0
     assert sum(result["faults"].values()) >= 2

@@ -44,6 +44,10 @@ def show(outcome: Outcome) -> None:
             total = f" ({sum(values.values()):,})" if title in ("operations", "loads") else ""
             text = ", ".join(f"{name} {count:,}" for name, count in sorted(values.items(), key=lambda item: -item[1]))
             console.print(f"[bold]{title}[/]{total}: {text}")
+    faults = ", ".join(f"{name} {count:,}" for name, count in sorted(outcome.faults.items()))
+    console.print(f"[bold]faults[/]: {faults}")
+    disk = ", ".join(f"{name} {count:,}" for name, count in sorted(outcome.disk.items()))
+    console.print(f"[bold]disk[/]: {disk}")
     table = Table(title="faults, and seconds until the store served again", title_justify="left")
     for heading in ("fault", "count", "median", "longest"):
         table.add_column(heading, justify="left" if heading == "fault" else "right")
@@ -66,14 +70,25 @@ def show(outcome: Outcome) -> None:
 @click.option("--seed", type=click.IntRange(0), help="Of all choices; drawn and printed when not given.")
 @click.option("--clients", type=click.IntRange(2), default=8, show_default=True, help="Client processes.")
 @click.option("--lane", type=click.Choice(["default", "tcp"]), default="tcp", show_default=True)
+@click.option("--only-disk", is_flag=True, help="Only faults of the disk, kills of stores and clearings.")
 @click.option("--keep-logs", is_flag=True, help="Also when nothing is wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
-def main(minutes: float, seed: int | None, clients: int, lane: str, keep_logs: bool, as_json: bool) -> None:
+def main(
+    minutes: float, seed: int | None, clients: int, lane: str, only_disk: bool, keep_logs: bool, as_json: bool
+) -> None:
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     print(f"soak of {minutes:g} min, {clients} clients, lane {lane}, --seed {seed}", file=sys.stderr)
     # Ray says on stdout whose process died; stdout is for the result.
     with progress() as say, contextlib.redirect_stdout(sys.stderr):
-        outcome = soak(seed=seed, minutes=minutes, num_clients=clients, lane=lane, keep_logs=keep_logs, say=say)
+        outcome = soak(
+            seed=seed,
+            minutes=minutes,
+            num_clients=clients,
+            lane=lane,
+            keep_logs=keep_logs,
+            say=say,
+            only_disk=only_disk,
+        )
     if as_json:
         print(as_document({**outcome.to_json(), **provenance()}), end="")
     else:

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.disk.folder import INDEX, SLOTS
+
 _ARENA = "memfd:raykv-arena"
 #: Kinds of descriptors that are raykv's own, or anybody's who forgot to close: not one more is allowed.
-_EXACT = ("arena", "pidfd", "eventpoll", "raykv socket", "tcp closing")
+_EXACT = ("arena", "disk file", "pidfd", "eventpoll", "raykv socket", "tcp closing")
 #: Ray opens connections to actors and its own services when it likes.
 _RAY_SLACK = 12
 
@@ -56,6 +58,8 @@ def held_by(pid: int) -> Held:
 def _kind(target: str, sockets: Mapping[str, str]) -> str:
     if target.startswith(f"/{_ARENA}"):
         return "arena"
+    if target.endswith((f"/{SLOTS}", f"/{INDEX}")):
+        return "disk file"
     if target.startswith("socket:["):
         return sockets.get(target[8:-1], "other socket")
     if target.startswith("anon_inode:"):

@@ -7,6 +7,7 @@ import itertools
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,6 +88,32 @@ class StoreUnderTest:
     def ask(self, node: int, verb: str, *args: Any) -> Any:
         """Call a verb of a node's store."""
         return call(f"store of node {node}", getattr(self.handle(node), verb), *args, timeout_s=_CALL_S)
+
+    def disk(self, node: int) -> dict[str, Any]:
+        """Return the state and the counts of a node's disk tier."""
+        found: dict[str, Any] = self.ask(node, "stats")["disk"]
+        return found
+
+    def disk_threads(self, node: int) -> list[str]:
+        """Return the names of the threads of a node's disk tier."""
+
+        def names(_: Any) -> list[str]:
+            return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("raykv-disk"))
+
+        found: list[str] = call(f"store of node {node}", self.handle(node).__ray_call__, names, timeout_s=_CALL_S)
+        return found
+
+    def wait_disks_on(self, timeout_s: float) -> None:
+        """Wait until the disk tier of each node is on.
+
+        Raises:
+            NotRecovered: one is not.
+        """
+        for node in range(len(self.node_ids)):
+            try:
+                until(lambda node=node: not self.disk(node)["is_off"], timeout_s, f"disk tier of node {node} on again")
+            except NotRecovered as error:
+                raise NotRecovered(f"{error}; {self.disk(node)}") from error
 
     def write_paths(self) -> None:
         """Tell clients where the stores' sockets are now."""

@@ -14,12 +14,15 @@ import numpy as np
 
 import kvstore
 from kvstore.blocks.hashing import BlockHashes
+from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 
 #: 32 KiB a block.
 SHAPE = kvstore.KVShape(num_layers=2, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_size=16)
 #: 384 slots for about 1,400 different blocks, so that eviction never ends.
 CAPACITY_BYTES = 384 * SHAPE.block_bytes
 NUM_ROOTS, NUM_BRANCHES, CHAIN_BLOCKS = 12, 6, 40
+#: Room on the disk of a node for nearly all of them, so that blocks are evicted there, too, now and then.
+DISK_CAPACITY_BYTES = 1400 * (SHAPE.block_bytes + PAGE_BYTES + RECORD_BYTES)
 
 #: Processes that save one block in parts, on each node.
 NUM_RANKS = 2
@@ -32,6 +35,8 @@ SETTINGS = {
     "call_timeout_s": 2.0,
     "chunk_bytes": 4 * SHAPE.block_bytes,
 }
+#: With a time limit that hangs of the disk pass, and stops of the store.
+DISK_SETTINGS = {"disk_capacity_bytes": DISK_CAPACITY_BYTES, "disk_timeout_s": 1.0}
 
 
 class Verb(Enum):
@@ -116,7 +121,10 @@ class Choice:
 
 
 class Fault(Enum):
-    """What happens to the store from outside: signals to one process, but for `CLEAR` and `CROWD_STORE`."""
+    """What happens to the store from outside.
+
+    Signals to one process, but for `CLEAR`, `CROWD_STORE` and the faults of a node's disk after them.
+    """
 
     KILL_CLIENT = "kill client"
     KILL_MOVER = "kill mover"
@@ -137,8 +145,26 @@ class Fault(Enum):
     #: More connections than the store has descriptors for, see `MAX_DESCRIPTORS`.
     CROWD_STORE = "crowd store"
     CLEAR = "clear"
+    #: Bytes of the slot file or of the index: flipped, zero, those of another place, those that were there before.
+    FLIP_SLOTS = "flip slots"
+    ZERO_SLOTS = "zero slots"
+    COPY_SLOTS = "copy slots"
+    PUT_BACK_SLOTS = "put back slots"
+    FLIP_INDEX = "flip index"
+    ERASE_INDEX = "erase index"
+    COPY_INDEX = "copy index"
+    TRUNCATE_SLOTS = "truncate slots"
+    #: Calls find the disk full, or fail, or do not return for a while.
+    FILL_DISK = "fill disk"
+    FAIL_DISK = "fail disk"
+    HANG_DISK = "hang disk"
 
 
+SPOILING = (
+    Fault.FLIP_SLOTS, Fault.ZERO_SLOTS, Fault.COPY_SLOTS, Fault.PUT_BACK_SLOTS, Fault.FLIP_INDEX, Fault.ERASE_INDEX,
+    Fault.COPY_INDEX, Fault.TRUNCATE_SLOTS,
+)  # fmt: skip
+REFUSING = (Fault.FILL_DISK, Fault.FAIL_DISK, Fault.HANG_DISK)
 #: Of each process of the store and of each client, as `ulimit -n` sets it.
 MAX_DESCRIPTORS = 256
 GCS_STOPPED_S = 20.0
@@ -153,10 +179,12 @@ _DECK = (
     *(Fault.KILL_CLIENT,) * 3, *(Fault.KILL_MOVER,) * 3, *(Fault.KILL_STORE,) * 2, Fault.KILL_DIRECTORY,
     Fault.KILL_SUPERVISOR, *(Fault.KILL_RANK,) * 3, *(Fault.STOP_CLIENT,) * 2, *(Fault.STOP_MOVER,) * 3,
     *(Fault.STOP_STORE,) * 2, Fault.STOP_DIRECTORY, Fault.STOP_GCS, *(Fault.SHAKE_CLIENT,) * 3, Fault.SHAKE_STORE,
-    Fault.SHAKE_MOVER, Fault.CROWD_STORE, *(Fault.CLEAR,) * 4,
+    Fault.SHAKE_MOVER, Fault.CROWD_STORE, *(Fault.CLEAR,) * 4, *SPOILING, *REFUSING, Fault.HANG_DISK,
 )  # fmt: skip
+#: What concerns the disk alone, and what may cross it.
+_DISK_DECK = (*SPOILING, *REFUSING, *REFUSING, Fault.KILL_STORE, Fault.KILL_STORE, Fault.CLEAR, Fault.SHAKE_STORE)
 #: The first deck is a short one, so that a short soak meets each kind of process.
-_FIRST_DECK = (Fault.KILL_CLIENT, Fault.KILL_MOVER, Fault.STOP_MOVER, Fault.KILL_STORE, Fault.CLEAR)
+_FIRST_DECK = (Fault.KILL_CLIENT, Fault.KILL_MOVER, Fault.STOP_MOVER, Fault.KILL_STORE, Fault.FLIP_SLOTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +197,7 @@ class FaultChoice:
         pause_s: quiet time before it.
         stopped_s: how long a stopped process stays stopped.
         alone: whether recovery is waited for before the next fault.
+        is_between: of bytes on disk, whether they change between two lives of the store; else while it is open.
     """
 
     fault: Fault
@@ -176,6 +205,7 @@ class FaultChoice:
     pause_s: float
     stopped_s: float
     alone: bool
+    is_between: bool
 
 
 def space() -> kvstore.Namespace:
@@ -234,10 +264,10 @@ def choices(seed: int, client: int, life: int) -> Iterator[Choice]:
         )  # fmt: skip
 
 
-def faults(seed: int) -> Iterator[FaultChoice]:
-    """Yield the faults of a soak, without end."""
+def faults(seed: int, only_disk: bool = False) -> Iterator[FaultChoice]:
+    """Yield the faults of a soak, without end; those of the disk and what may cross them, if it is to be only that."""
     rng = random.Random(f"{seed}/faults")
-    deck = list(_FIRST_DECK)
+    deck = list(_DISK_DECK if only_disk else _FIRST_DECK)
     while True:
         rng.shuffle(deck)
         for fault in deck:
@@ -245,5 +275,6 @@ def faults(seed: int) -> Iterator[FaultChoice]:
                 fault=fault, victim=rng.randrange(1 << 16), pause_s=rng.uniform(0.2, 2.5),
                 # Now within all timeouts, now beyond the one of a transfer, now beyond the one of a call.
                 stopped_s=rng.choice((0.05, 0.5, 1.5, 2.5, 4.0)), alone=rng.random() < 0.8,
+                is_between=rng.random() < 0.4,
             )  # fmt: skip
-        deck = list(_DECK)
+        deck = list(_DISK_DECK if only_disk else _DECK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import tempfile
@@ -19,9 +20,23 @@ from kvstore.actors.bench.cluster import two_nodes
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, TransferError
 from tests.soak import audit
 from tests.soak.cluster import NotRecovered, StoreUnderTest, session_logs, still_there, until
-from tests.soak.engine import LAYOUTS, Engine, wrong_in_lease
+from tests.soak.disk_faults import DiskFaults, environment
+from tests.soak.engine import LAYOUTS, POISON, Engine, wrong_in_lease
 from tests.soak.fleet import Fleet
-from tests.soak.plan import CAPACITY_BYTES, GCS_STOPPED_S, SETTINGS, Fault, FaultChoice, chains, faults, space
+from tests.soak.plan import (
+    CAPACITY_BYTES,
+    CHAIN_BLOCKS,
+    DISK_SETTINGS,
+    GCS_STOPPED_S,
+    REFUSING,
+    SETTINGS,
+    SPOILING,
+    Fault,
+    FaultChoice,
+    chains,
+    faults,
+    space,
+)
 
 #: How long each kind of process may take until the store serves again, in both directions.
 RECOVERY_S = {
@@ -32,12 +47,23 @@ RECOVERY_S = {
     "store": 45.0,
     "directory": 30.0,
     "supervisor": 30.0,
+    # After a fault it rests for 5 s, and for 10 s if another one follows.
+    "disk": 30.0,
 }
 #: How long after the last client closed pins, writes and quarantine may last: a lease, a transfer, a tick each.
 QUIET_S = SETTINGS["lease_ttl_s"] + 2 * SETTINGS["transfer_timeout_s"] + 6.0
 _CLOSE_S = 60.0
 _SAY_S = 1.0
 _HELD_IN_POOL = ("num_pinned", "num_leases", "num_writing", "num_writes", "num_quarantined")
+#: What the threads of a node's disk are called; another one has not ended.
+_DISK_THREADS = [*(f"raykv-disk-{number}" for number in range(4)), "raykv-disk-versions", "raykv-disk-watch"]
+#: A store that comes back must have this share of the blocks that were on its disk when it was killed.
+_RESTORED = 0.9
+#: How long a store takes to begin, about.
+_BEGINNING_S = 3.0
+#: How long clients meet what was spoilt, before the next fault.
+_SPOILT_S = 1.5
+_DISK_COUNTS = ("num_written", "num_read", "num_damaged", "num_failed", "num_late", "num_trips")
 _HELD_BESIDE = ("num_handoffs", "num_handoff_slots", "num_handoff_fetches", "num_abandoned_reads")
 
 
@@ -54,6 +80,7 @@ class Outcome:
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
     slowest_s: dict[str, float] = field(default_factory=dict)
+    disk: Counter[str] = field(default_factory=Counter)
     num_verified_at_end: int = 0
     findings: list[str] = field(default_factory=list)
 
@@ -66,11 +93,19 @@ class Outcome:
             for word in words[:-1]:
                 at = at.setdefault(word, {})
             at[words[-1]] = count
-        return {**value, "counts": nested, "faults": dict(self.faults), "recovery_s": dict(self.recovery_s)}
+        plain = {name: dict(value[name]) for name in ("faults", "recovery_s", "disk")}
+        return {**value, "counts": nested, **plain}
 
 
 def soak(
-    *, seed: int, minutes: float, num_clients: int, lane: str, keep_logs: bool, say: Callable[[str], None]
+    *,
+    seed: int,
+    minutes: float,
+    num_clients: int,
+    lane: str,
+    keep_logs: bool,
+    say: Callable[[str], None],
+    only_disk: bool = False,
 ) -> Outcome:
     """Run a soak; what is wrong is in the outcome's findings.
 
@@ -81,6 +116,7 @@ def soak(
         lane: of the store.
         keep_logs: also when nothing is wrong.
         say: is told now and then what goes on.
+        only_disk: have only the faults of the disk, and what may cross them.
     """
     outcome = Outcome(seed=seed, minutes=minutes, num_clients=num_clients, lane=lane)
     folder = Path(tempfile.mkdtemp(prefix="raykv-soak-", dir="/tmp"))
@@ -88,14 +124,20 @@ def soak(
     mark = f"RAYKV_SOAK_MARK={secrets.token_hex(8)}"
     before = dict(os.environ)
     os.environ.update([mark.split("=")], HOME=str(folder), RAYKV_SOCKET_DIR=str(folder / "raykv"))
+    os.environ.update(environment(folder, before))
+    disk_root = folder / "disk"
     shared_before = audit.unheld_shared_memory()
     try:
         say("starting two Ray nodes")
         with two_nodes() as node_ids:
             say("starting the store")
-            store = kvstore.start(CAPACITY_BYTES, name="soak", lane=lane, **SETTINGS)
+            store = kvstore.start(
+                CAPACITY_BYTES, name="soak", lane=lane, disk_path=str(disk_root), **DISK_SETTINGS, **SETTINGS
+            )
+            disks = DiskFaults(disk_root, folder / "disk-control", random.Random(f"{seed}/disk"))
             try:
-                _Soak(outcome, StoreUnderTest(store, node_ids, folder, mark), folder, mark, say).run()
+                target = StoreUnderTest(store, node_ids, folder, mark)
+                _Soak(outcome, target, disks, folder, mark, say).run(only_disk)
             finally:
                 say("stopping the store")
                 store.stop()
@@ -118,6 +160,9 @@ def soak(
 def still_held(stats: Mapping[str, Any]) -> dict[str, int]:
     """Return the counts of a node that are 0 when nobody uses it, and are not."""
     counts = {key: stats["pool"][key] for key in _HELD_IN_POOL} | {key: stats[key] for key in _HELD_BESIDE}
+    disk = stats.get("disk") or {}
+    counts |= {f"disk: {key}": count for key, count in disk.get("pool", {}).items() if key in _HELD_IN_POOL}
+    counts["disk: num_queued"] = disk.get("num_queued", 0)
     return {key: count for key, count in counts.items() if count}
 
 
@@ -144,18 +189,28 @@ class _Soak:
     """The part of a soak in which the store runs."""
 
     def __init__(
-        self, outcome: Outcome, target: StoreUnderTest, folder: Path, mark: str, say: Callable[[str], None]
+        self,
+        outcome: Outcome,
+        target: StoreUnderTest,
+        disks: DiskFaults,
+        folder: Path,
+        mark: str,
+        say: Callable[[str], None],
     ) -> None:
-        self._outcome, self._target, self._mark, self._say = outcome, target, mark, say
+        self._outcome, self._target, self._disks, self._mark, self._say = outcome, target, disks, mark, say
+        #: Folders whose files were spoilt since a store opened them.
+        self._spoilt: set[str] = set()
+        #: What each life of each disk tier has counted so far.
+        self._lives: dict[tuple[int, int], dict[str, Any]] = {}
         self._fleet = Fleet(outcome.seed, target.path_files, target.weights_file, folder)
         self._began_s = time.monotonic()
         self._said_s = 0.0
         self._ranks: list[int] = []
         self._log = (folder / "faults.log").open("w", buffering=1)
 
-    def run(self) -> None:
+    def run(self, only_disk: bool) -> None:
         try:
-            self._run()
+            self._run(only_disk)
         except NotRecovered as error:
             self._finding(str(error))
         finally:
@@ -165,7 +220,7 @@ class _Soak:
             self._outcome.counts, self._outcome.slowest_s = self._fleet.counts, self._fleet.slowest_s
             self._log.close()
 
-    def _run(self) -> None:
+    def _run(self, only_disk: bool) -> None:
         before, driver_before = self._at_rest(), audit.held_by(os.getpid())
         self._say("starting clients")
         num_clients = self._outcome.num_clients
@@ -176,15 +231,17 @@ class _Soak:
             until(lambda client=client: self._fleet.num_done(client), 60.0, f"first operations of client {client}")
         self._began_s = time.monotonic()
         end_s = self._began_s + 60.0 * self._outcome.minutes
-        for choice in faults(self._outcome.seed):
+        for choice in faults(self._outcome.seed, only_disk):
             self._wait(min(choice.pause_s, end_s - time.monotonic()))
             if time.monotonic() >= end_s:
                 break
             self._suffer(choice)
             if choice.alone:
+                self._target.wait_disks_on(RECOVERY_S["disk"])
                 self._check_pools()
                 self._target.save_weights()
         self._target.wait_serving(RECOVERY_S["store"])
+        self._target.wait_disks_on(RECOVERY_S["disk"])
         self._say("closing clients")
         self._fleet.close_all(_CLOSE_S)
         self._check_quiet()
@@ -220,10 +277,19 @@ class _Soak:
         client = choice.victim % self._outcome.num_clients
         node = choice.victim % len(self._target.node_ids)
         part = f"{what} {node}" if what in ("store", "mover") else what
+        self._look_at_disks()
         self._note(f"{choice.fault.value} {client if what == 'client' else part} {choice.stopped_s}")
         self._outcome.faults[choice.fault.value] += 1
         began_s = time.monotonic()
-        if choice.fault is Fault.CLEAR:
+        if choice.fault in SPOILING:
+            self._spoil(choice)
+            self._target.wait_serving(RECOVERY_S["store"])
+        elif choice.fault in REFUSING:
+            self._refuse(choice, node)
+            began_s = time.monotonic()
+            self._target.wait_serving(RECOVERY_S["store"])
+            self._target.wait_disks_on(RECOVERY_S["disk"])
+        elif choice.fault is Fault.CLEAR:
             self._target.change_weights()
             self._target.clear()
         elif choice.fault in (Fault.KILL_CLIENT, Fault.KILL_RANK):
@@ -247,6 +313,7 @@ class _Soak:
             began_s = time.monotonic()
             self._target.wait_serving(RECOVERY_S[what])
         elif verb == "kill":
+            disk = self._disk_before(node) if what == "store" and choice.alone else None
             old_pid = self._target.kill(part)
             began_s = time.monotonic()
             if not choice.alone:
@@ -254,6 +321,8 @@ class _Soak:
                 return
             self._target.wait_replaced(part, old_pid, RECOVERY_S[what])
             self._target.wait_serving(RECOVERY_S[what])
+            if disk is not None:
+                self._check_restored(node, disk)
         else:
             act = self._target.shake if verb == "shake" else self._target.stop_for
             act(part, choice.stopped_s)
@@ -264,6 +333,102 @@ class _Soak:
         self._note(f"recovered after {recovery_s} s")
         self._progress()
 
+    # The disk.
+
+    def _refuse(self, choice: FaultChoice, node: int) -> None:
+        """Have the disk of a node refuse or hang for a while; clients of both nodes have to go on meanwhile."""
+        folder = self._disks.folders()[node]
+        if choice.is_between and (owner := self._node_with(folder)) is not None:
+            self._refuse_a_beginning(choice, folder, owner)
+            return
+        before = self._fleet.num_done_by_all()
+        with self._disks.refusing(choice.fault, folder, choice.stopped_s):
+            self._wait(choice.stopped_s)
+        if choice.stopped_s > 2.0 and self._fleet.num_done_by_all() <= before:
+            self._finding(f"no client did anything in the {choice.stopped_s:g} s of {choice.fault.value}")
+
+    def _refuse_a_beginning(self, choice: FaultChoice, folder: Path, node: int) -> None:
+        """Have the disk refuse or hang while a store begins; at the latest the next one has the tier again."""
+        self._outcome.faults[f"{choice.fault.value}, between two lives"] += 1
+        part = f"store {node}"
+        with self._disks.refusing(choice.fault, folder, _BEGINNING_S + choice.stopped_s):
+            old_pid = self._target.kill(part)
+            self._wait(_BEGINNING_S + choice.stopped_s)
+        self._target.wait_replaced(part, old_pid, RECOVERY_S["store"])
+        self._target.wait_serving(RECOVERY_S["store"])
+        disk = self._target.disk(node)
+        if "pool" not in disk:
+            self._note(f"the tier did not begin: {disk}")
+            self._outcome.disk["stores that began without their tier"] += 1
+            old_pid = self._target.kill(part)
+            self._target.wait_replaced(part, old_pid, RECOVERY_S["store"])
+            self._target.wait_serving(RECOVERY_S["store"])
+
+    def _spoil(self, choice: FaultChoice) -> None:
+        """Change files of a disk, while a store has them open or between two lives of it."""
+        folder = self._disks.folders()[choice.victim % len(self._disks.folders())]
+        node = self._node_with(folder) if choice.is_between else None
+        self._spoilt.add(str(folder))
+        if node is None:
+            self._note(f"{folder.name}: {self._disks.spoil(choice.fault, folder)}")
+            self._wait(_SPOILT_S)
+            return
+        self._outcome.faults[f"{choice.fault.value}, between two lives"] += 1
+        old_pid = self._target.kill(f"store {node}")
+        self._note(f"{folder.name}, between two lives: {self._disks.spoil(choice.fault, folder)}")
+        self._target.wait_replaced(f"store {node}", old_pid, RECOVERY_S["store"])
+        self._target.wait_serving(RECOVERY_S["store"])
+        self._target.wait_disks_on(RECOVERY_S["disk"])
+        self._count_restored(node)
+
+    def _node_with(self, folder: Path) -> int | None:
+        for node in range(len(self._target.node_ids)):
+            with contextlib.suppress(KVStoreError):
+                if self._target.disk(node)["path"] == str(folder):
+                    return node
+        return None
+
+    def _disk_before(self, node: int) -> dict[str, Any] | None:
+        with contextlib.suppress(KVStoreError):
+            disk = self._target.disk(node)
+            return disk if "pool" in disk and not disk["is_off"] else None
+        return None
+
+    def _check_restored(self, node: int, before: Mapping[str, Any]) -> None:
+        """A store that was killed has its blocks on disk again, if nothing else happened to its files."""
+        self._target.wait_disks_on(RECOVERY_S["disk"])
+        after, pool = self._count_restored(node), before["pool"]
+        wanted = int(_RESTORED * (pool["num_idle"] + pool["num_pinned"])) - 40
+        if after["path"] == before["path"] and before["path"] not in self._spoilt and after["num_restored"] < wanted:
+            self._finding(f"node {node} has too few blocks of its disk again: before {before}, after {after}")
+        self._spoilt.discard(after["path"])
+
+    def _count_restored(self, node: int) -> dict[str, Any]:
+        disk = self._target.disk(node)
+        self._outcome.disk["blocks restored after kills"] += disk["num_restored"]
+        self._note(f"{disk['num_restored']} blocks restored: {disk}")
+        return disk
+
+    def _look_at_disks(self) -> None:
+        """Note what the disk tiers have counted; a store that is killed takes its counts along."""
+        for node in range(len(self._target.node_ids)):
+            with contextlib.suppress(KVStoreError):
+                stats = self._target.ask(node, "stats")
+                self._lives[node, stats["pid"]] = stats["disk"]
+
+    def _check_disks(self) -> None:
+        """At rest, each disk tier has its threads and no other, and there is no folder more than there are stores."""
+        for node in range(len(self._target.node_ids)):
+            threads, disk = self._target.disk_threads(node), self._target.disk(node)
+            if threads != _DISK_THREADS:
+                self._finding(f"node {node} has other threads of its disk than it should: {threads}")
+            self._note(f"disk of node {node} at the end: {disk}")
+        folders = self._disks.folders()
+        if len(folders) != len(self._target.node_ids):
+            self._finding(f"{[folder.name for folder in folders]} for {len(self._target.node_ids)} stores")
+        for kind, count in self._disks.num_refused().items():
+            self._outcome.disk[f"calls that met {kind!r}"] = count
+
     def _stop_gcs(self) -> None:
         """Stop Ray's control store for a while; clients have to go on meanwhile."""
         before = self._fleet.num_done_by_all()
@@ -272,6 +437,7 @@ class _Soak:
             self._finding(f"no client did anything in the {GCS_STOPPED_S:g} s for which the GCS was stopped")
 
     def _check_pools(self) -> None:
+        self._look_at_disks()
         for node in range(len(self._target.node_ids)):
             try:
                 self._target.ask(node, "check_integrity")
@@ -295,6 +461,7 @@ class _Soak:
             if held:
                 self._finding(f"node {node} still holds {held} {QUIET_S:g} s after the last client closed")
         self._check_pools()
+        self._check_disks()
 
     def _at_rest(self) -> dict[str, audit.Held]:
         """Return what each part holds when nobody uses the store, after everybody has spoken to everybody."""
@@ -329,6 +496,25 @@ class _Soak:
                     for wrong in wrong_in_lease(lease):
                         self._finding(f"WRONG BYTES left on node {node}, {wrong}")
             engine.close()
+        for node in range(len(self._target.node_ids)):
+            self._verify_disk(node)
+        self._check_pools()
+        for disk in self._lives.values():
+            for name in _DISK_COUNTS:
+                self._outcome.disk[name] += disk.get(name, 0)
+
+    def _verify_disk(self, node: int) -> None:
+        """Load every chain on a node: what its memory lacks comes from its disk, then from the other node."""
+        ids, counts = list(range(CHAIN_BLOCKS)), self._outcome.disk
+        engine = Engine(str(self._target.ask(node, "control_path")), space(), LAYOUTS[0], CHAIN_BLOCKS)
+        for chain in chains(space()):
+            engine.cache.fill(ids, POISON)
+            result = engine.client.load(chain, ids).result(30.0)
+            counts["blocks compared at the end, from disk"] += result.num_disk
+            counts["blocks compared at the end, others"] += result.num_blocks - result.num_disk
+            for wrong in engine.cache.wrong_blocks(chain, ids, result.num_blocks):
+                self._finding(f"WRONG BYTES on node {node} after its disk was read, {wrong}; {result}")
+        engine.close()
 
     def _note(self, text: str) -> None:
         self._log.write(f"{time.monotonic():.3f} {text}\n")

@@ -162,6 +162,8 @@ class Worker:
         skipped = min(len(run), -(-choice.skip_tokens // SHAPE.block_size))
         verified = max(0, result.num_blocks - skipped)
         self._counts["blocks", "verified"] += verified
+        self._counts["blocks", "from memory"] += result.num_local
+        self._counts["blocks", "from disk"] += result.num_disk
         self._counts["blocks", "from peers"] += result.num_peer
         self._counts["loads", _kind(result)] += 1
         if [block_id for failure in result.failed for block_id in failure.block_ids] != ids[result.num_blocks :]:
@@ -193,7 +195,7 @@ class Worker:
         if reason is MissReason.OTHER:
             name = detail.split(":", 1)[0]
             self._counts["other misses", detail[:80]] += 1
-            if name not in all_error_types():
+            if name not in all_error_types() and name != "disk":
                 self._voice.finding(f"a load ended with an unexpected error: {detail}")
         if reason is MissReason.STORE_LOST:
             self._lost = detail
@@ -317,11 +319,11 @@ class Worker:
 
 
 def _kind(result: LoadResult) -> str:
+    counts = {"local": result.num_local, "disk": result.num_disk, "peer": result.num_peer}
+    used = [name for name, count in counts.items() if count]
     if result.failed:
-        return "partial" if result.num_local + result.num_peer else "miss"
-    if result.num_local and result.num_peer:
-        return "mixed"
-    return "peer" if result.num_peer else "local"
+        return "partial" if used else "miss"
+    return "mixed" if len(used) > 1 else "".join(used) or "local"
 
 
 def main(settings: WorkerSettings, driver: Connection) -> None:
