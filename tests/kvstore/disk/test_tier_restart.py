@@ -4,11 +4,12 @@ import os
 import threading
 
 import pytest
-from disk_store import checksum, flip, records_of, wait_until
+from disk_store import SOON_S, checksum, flip, records_of, wait_until
 
 from kvstore.disk import tier as module
 from kvstore.disk.folder import INDEX, LABEL, LOCK, SLOTS, VERSIONS
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
+from kvstore.runtime import clock
 
 STRIDE = 2 * PAGE_BYTES
 
@@ -233,3 +234,20 @@ def test_the_versions_are_a_file_of_the_folder_only_after_a_clearing(stopped):
     store.begin()
     store.core.state.pool_service.clear(hashes.namespace)
     assert (store.folder / VERSIONS).stat().st_mode & 0o777 == 0o600
+
+
+def test_blocks_that_an_earlier_life_knew_with_another_size_are_misses(start, cluster):
+    """A7: a block of 1,024 bytes is not served as one of 2,048, though both fit the slot."""
+    store, hashes = start(), cluster.hashes(4)
+    store.save(hashes)
+    store.stop()
+    core = cluster.add("a", **store.settings)
+    core.state.pool_service.attach(hashes.namespace, 2048)
+    disk = core.state.disk
+    wait_until(lambda: not disk.is_off)
+    read = disk.read(hashes, lambda ready, num_read: None)
+    assert read.wait(clock.now_s() + SOON_S)
+    assert (core.pool.lookup(hashes), read.num_blocks) == (0, 0)
+    wait_until(lambda: disk.pool.lookup(hashes) == 0)
+    core.pool.check_integrity()
+    disk.pool.check_integrity()
