@@ -23,6 +23,7 @@ class TierContext:
         places: where they are.
         slots: the file of blocks.
         index: the file of records.
+        num_bytes_of: returns the bytes of a block of a namespace; raises InvalidRequest if no client has it.
         version_of: returns the version of a namespace's last clearing.
         changed: called when blocks became findable, or no longer are.
     """
@@ -34,6 +35,7 @@ class TierContext:
     places: Places
     slots: SlotFile
     index: IndexFile
+    num_bytes_of: Callable[[bytes], int]
     version_of: Callable[[bytes], int]
     changed: Callable[[], object]
 

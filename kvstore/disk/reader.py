@@ -21,7 +21,7 @@ from kvstore.disk.context import TierContext
 from kvstore.disk.places import neighbours
 from kvstore.disk.records import PAGE_BYTES, Record, checksum_of, unpack_record
 from kvstore.disk.threads import DiskThreads, Read
-from kvstore.errors import DiskUnavailable, PoolExhausted
+from kvstore.errors import DiskUnavailable, InvalidRequest, PoolExhausted
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,7 @@ class DiskRead:
         context, count = self._context, len(piece.at)
         pages = mmap.mmap(-1, PAGE_BYTES * count)
         views, buffers = memoryview(pages), list[memoryview]()
+        num_bytes = self._num_bytes()
         try:
             for number, at in enumerate(piece.at):
                 buffers.append(views[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])
@@ -200,7 +201,7 @@ class DiskRead:
             for number, at in enumerate(piece.at):
                 found = unpack_record(context.tier_id, buffers[2 * number])
                 wanted = context.places.record[self._disk_slots[at]]
-                piece.is_ok.append(_is_right(found, wanted, buffers[2 * number + 1]))
+                piece.is_ok.append(_is_right(found, wanted, buffers[2 * number + 1], num_bytes))
         finally:
             while buffers:
                 buffers.pop().release()
@@ -209,6 +210,13 @@ class DiskRead:
         # While this read still pins them: later the slots may have other blocks.
         if damaged := self._damaged(piece):
             self._reader.discard(damaged)
+
+    def _num_bytes(self) -> int:
+        # An earlier life may have known the namespace with other blocks. 0 if no client of this life has told.
+        try:
+            return self._context.num_bytes_of(self._chain.namespace)
+        except InvalidRequest:
+            return 0
 
     def _damaged(self, piece: _Piece) -> list[int]:
         return [self._disk_slots[at] for at, ok in zip(piece.at, piece.is_ok, strict=True) if not ok]
@@ -271,7 +279,7 @@ class DiskRead:
         self._is_over.set()
 
 
-def _is_right(found: Record | None, wanted: Record | None, data: memoryview) -> bool:
-    if found is None or found != wanted or found.num_bytes > len(data):
+def _is_right(found: Record | None, wanted: Record | None, data: memoryview, num_bytes: int) -> bool:
+    if found is None or found != wanted or found.num_bytes > len(data) or num_bytes not in (0, found.num_bytes):
         return False
     return checksum_of(data[: found.num_bytes]) == found.checksum

@@ -155,6 +155,7 @@ class DiskTier:
             places=Places(num_slots),
             slots=slots,
             index=index,
+            num_bytes_of=num_bytes_of,
             version_of=version_of,
             changed=changed,
         )

@@ -14,6 +14,12 @@ def short_rests(monkeypatch):
 
 
 @pytest.fixture
+def in_one_turn(monkeypatch):
+    """A save is written in one turn of one thread, so its blocks have neighbouring places and are read by one call."""
+    monkeypatch.setattr("kvstore.disk.writer._LEAST_SHARE", 1)
+
+
+@pytest.fixture
 def disk_settings(tmp_path):
     return {"disk_path": str(tmp_path / "kv"), "disk_capacity_bytes": 1 << 20, "capacity_bytes": 1 << 18}
 

@@ -173,6 +173,7 @@ def test_a_damaged_block_in_the_middle_comes_from_a_peer(start, cluster):
     assert result.num_peer >= 1
 
 
+@pytest.mark.usefixtures("in_one_turn")
 def test_an_error_of_the_disk_is_a_miss(stored, reads):
     store, hashes = stored
     reads.error = OSError(errno.EIO, "broken")
@@ -186,6 +187,7 @@ def test_an_error_of_the_disk_is_a_miss(stored, reads):
     assert store.load(hashes).num_disk == 12
 
 
+@pytest.mark.usefixtures("in_one_turn")
 def test_a_load_that_the_disk_refuses_ends(stored, reads):
     """It is not tried again for ever: once at each place of the chain."""
     store, hashes = stored
@@ -223,6 +225,7 @@ def test_saves_are_written_again_after_reads_turned_the_tier_off(stored, reads, 
     store.save(cluster_chain(store, 6), first=20)
 
 
+@pytest.mark.usefixtures("in_one_turn")
 def test_a_hanging_read(start, cluster, reads):
     store = start(disk_timeout_s=0.2, transfer_timeout_s=0.6)
     hashes, others = cluster.hashes(12), cluster.hashes(8, seed=1)
@@ -244,6 +247,7 @@ def test_a_hanging_read(start, cluster, reads):
         store.check()
     wait_until(lambda: store.core.pool.stats().num_writing == 0)
     store.settle()
+    wait_until(lambda: not store.disk.is_off)
     # What came late counts.
     assert store.num("num_late") == 12
     assert store.load(hashes).num_local == 12
@@ -263,6 +267,7 @@ def test_blocks_that_hang_can_be_saved_and_loaded_meanwhile(start, cluster, read
         assert result.num_blocks == 0, "they are still on their way, and the save did not wait for ever"
         assert job.result(SOON_S).num_blocks == 0
     store.settle()
+    wait_until(lambda: not store.disk.is_off)
     assert store.load(hashes).num_blocks == 6
 
 

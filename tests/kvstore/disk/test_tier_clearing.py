@@ -152,6 +152,7 @@ def test_old_blocks_go_when_a_store_that_knows_begins_later(start, cluster, hash
     cluster.directory = DirectoryServer("127.0.0.1", settle_s=0.0)
     store.begin()
     other.begin()
+    store.core.state.hints.publish_soon()  # Instead of waiting for its heartbeat.
     wait_until(lambda: store.core.state.versions.get(hashes.namespace) == 1)
     assert store.load(hashes).num_blocks == 0
     store.restart()

@@ -90,6 +90,7 @@ def test_a_peer_whose_disk_hangs_costs_a_part_of_the_time(start, cluster, reads)
         store.save(more, first=20, is_written=False)
         assert other.load(more).num_peer == 4
     store.settle()
+    wait_until(lambda: not store.disk.is_off)
     assert other.load(hashes).num_blocks == 12
 
 

@@ -10,6 +10,9 @@ from kvstore.disk.records import PAGE_BYTES, unpack_index
 
 NUM_BLOCKS = 12
 
+#: What is cut off is the end of the chain.
+pytestmark = pytest.mark.usefixtures("in_one_turn")
+
 
 @pytest.mark.parametrize(("num_whole", "more_bytes"), [(0, 0), (3, 0), (3, 100), (3, PAGE_BYTES + 100)])
 def test_blocks_behind_the_cut_are_misses_once_and_are_stored_again(

@@ -1,0 +1,155 @@
+"""What another tier needs of a pool: blocks held by their slots, bad blocks taken out, and who has published what."""
+
+import random
+
+import pytest
+
+from kvstore.blocks.chain import BlockHashes
+from kvstore.memory.presence import PresenceCounts
+from kvstore.pool.pool import Pool
+
+SPACE, NUM_SLOTS, NEVER_S = b"n" * 32, 16, float("inf")
+
+
+def chain(*numbers, space=SPACE):
+    return BlockHashes(space, space, 0, b"".join(number.to_bytes(4, "little") * 8 for number in numbers))
+
+
+def store(pool, hashes):
+    ticket = pool.prepare_store(hashes, "writer")
+    if ticket.write_id:
+        pool.complete_store(ticket.write_id, "writer")
+    pool.check_integrity()
+
+
+def slots_of(pool, hashes):
+    grant = pool.pin_prefix(hashes, "look", NEVER_S)
+    pool.release(grant.lease_id, "look")
+    return list(grant.slots)
+
+
+@pytest.fixture
+def pool():
+    made = Pool(NUM_SLOTS)
+    yield made
+    made.check_integrity()
+    assert made.num_leases() == 0
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_bad_block_is_taken_out_wherever_it_is(pool, at):
+    """A3: removing the head, the middle or the tail ends, and what hangs on it stays."""
+    hashes = chain(1, 2, 3, 4, 5)
+    store(pool, hashes)
+    slots = slots_of(pool, hashes)
+    assert pool.discard([slots[at]]) == 1
+    pool.check_integrity()
+    assert pool.lookup(hashes) == at
+    assert pool.lookup(hashes.tail(at + 1)) == 4 - at
+    assert pool.discard([slots[at]]) == 0, "it is not there any more"
+    assert pool.stats().num_free == NUM_SLOTS - 4
+    store(pool, hashes)
+    assert pool.lookup(hashes) == 5
+
+
+def test_absent_blocks_are_no_blocks(pool):
+    """A3: an absent one, a slot named twice, one being written, none at all."""
+    hashes = chain(1, 2, 3)
+    ticket = pool.prepare_store(hashes, "writer")
+    assert pool.discard(list(range(NUM_SLOTS))) == 0
+    assert pool.discard([]) == 0
+    pool.complete_store(ticket.write_id, "writer")
+    slot = slots_of(pool, hashes)[1]
+    assert pool.discard([slot, slot, slot]) == 1
+
+
+def test_a_reader_of_a_bad_block_finishes(pool):
+    hashes = chain(1, 2, 3)
+    store(pool, hashes)
+    grant = pool.pin_prefix(hashes, "reader", NEVER_S)
+    assert pool.discard(list(grant.slots)) == 3
+    pool.check_integrity()
+    assert pool.lookup(hashes) == 0
+    store(pool, hashes)
+    assert not set(slots_of(pool, hashes)) & set(grant.slots), "new blocks, in other slots"
+    pool.release(grant.lease_id, "reader")
+    assert pool.stats().num_free == NUM_SLOTS - 3
+
+
+def test_bad_blocks_are_told_as_gone(pool):
+    hashes = chain(1, 2)
+    store(pool, hashes)
+    pool.drain_events()
+    pool.discard(slots_of(pool, hashes)[1:])
+    assert pool.drain_events() == [(False, hashes[1])]
+    assert pool.present(hashes.hashes()) == {hashes[0]}
+    assert pool.present([]) == set()
+
+
+def test_blocks_are_held_by_their_slots(pool):
+    hashes = chain(1, 2, 3)
+    store(pool, hashes)
+    slots = slots_of(pool, hashes)
+    lease_id, held = pool.hold([*reversed(slots), 12], SPACE, "tier")
+    assert [(block.slot, block.block_hash) for block in held] == list(
+        zip(reversed(slots), reversed(hashes.hashes()), strict=True)
+    )
+    assert [block.depth for block in held] == [2, 1, 0]
+    pool.check_integrity()
+    more = chain(*range(10, 10 + NUM_SLOTS))
+    ticket = pool.prepare_store(more, "writer")
+    assert ticket.num_refused == 3, "held blocks are not evicted"
+    pool.abort_store(ticket.write_id, "writer")
+    assert pool.release(lease_id, "tier")
+    assert pool.hold(slots, b"o" * 32, "tier") == (0, [])
+
+
+def test_a_hold_is_within_the_budget_of_pins():
+    pool = Pool(NUM_SLOTS, max_pinned=2)
+    hashes = chain(1, 2, 3, 4)
+    store(pool, hashes)
+    slots = [*slots_of(pool, hashes[:2]), 2, 3]
+    lease_id, held = pool.hold(slots, SPACE, "tier")
+    assert len(held) == 2
+    assert pool.hold(slots, SPACE, "tier") == (0, [])
+    pool.release(lease_id, "tier")
+    pool.check_integrity()
+
+
+def test_cleared_blocks_are_neither_held_nor_taken_out(pool):
+    hashes = chain(1, 2)
+    store(pool, hashes)
+    slots = slots_of(pool, hashes)
+    pool.begin_clear(SPACE)
+    assert pool.hold(slots, SPACE, "tier") == (0, [])
+    assert pool.discard(slots) == 0
+    pool.sweep_all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_at_random_beside_another_pool_with_the_same_counters(seed):
+    """Two pools count the first blocks of chains into the same counters; each takes away only its own."""
+    rng, counters = random.Random(seed), bytearray(8)
+    counts = PresenceCounts(counters)
+    pools = [Pool(6, presence=counts), Pool(6, presence=counts.beside())]
+    for _ in range(150):
+        pool = rng.choice(pools)
+        first = rng.randrange(12) * 10
+        hashes = chain(*range(first, first + rng.randint(1, 4)))
+        match rng.randrange(4):
+            case 0:
+                pool.discard([rng.randrange(6)])
+            case 1:
+                lease_id, _ = pool.hold([rng.randrange(6)], SPACE, "tier")
+                if lease_id:
+                    pool.discard(list(range(6)))
+                    pool.release(lease_id, "tier")
+            case 2 if rng.random() < 0.2:
+                pool.clear(SPACE)
+            case _:
+                store(pool, hashes)
+        for each in pools:
+            each.check_integrity()
+    for pool in pools:
+        pool.clear(SPACE)
+    assert not any(counters)
