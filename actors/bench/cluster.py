@@ -15,6 +15,9 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+#: One for all clusters of this process: Ray's core keeps the first that it reads.
+_TOKEN = secrets.token_hex(32)
+
 
 @contextlib.contextmanager
 def private_nodes(num_nodes: int, object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
@@ -30,7 +33,7 @@ def private_nodes(num_nodes: int, object_store_bytes: int = 100 << 20) -> Iterat
     before = dict(os.environ)
     os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0")
     # A private token: no other process may join, and the user's token is not sent.
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=_TOKEN)
     Config.initialize("")  # Replaces the values that Ray read when it was imported.
     os.environ.pop("RAY_ADDRESS", None)
     cluster: Any = None
