@@ -116,11 +116,12 @@ class ReplayWorker:
                 )
         if result.num_blocks < count:
             self._client.save(hashes, range(count)).result(_TIMEOUT_S)
-        missed = result.failed[:1]
+        missed, num_peer = result.failed[:1], result.num_bytes // self._rows.shape[1]
         return Served(
-            memory=result.num_local,
+            # The rest of the result's `num_peer` was in memory, behind blocks that were not.
+            memory=result.num_blocks - result.num_disk - num_peer,
             disk=result.num_disk,
-            peer=result.num_blocks - result.num_local - result.num_disk,
+            peer=num_peer,
             num_peer_bytes=result.num_bytes,
             load_s=load_s,
             reason="" if not missed or missed[0].reason is MissReason.NOT_FOUND else missed[0].detail,

@@ -82,9 +82,10 @@ class TierNode:
     def load(self, chain: BlockHashes, peers: Sequence[TierNode]) -> Found:
         """Bring the leading blocks of a request into memory, and release them."""
         grant = self.memory.pin_prefix(chain, _OWNER, _NEVER_S)
-        num_ready, num_disk = self._fill(chain, grant.lease_id, grant.num_blocks, list(peers))
+        num_ready, num_disk, num_peer = self._fill(chain, grant.lease_id, grant.num_blocks, list(peers))
         self.memory.release(grant.lease_id, _OWNER)
-        return Found(memory=grant.num_blocks, disk=num_disk, peer=num_ready - grant.num_blocks - num_disk)
+        # In memory were also blocks behind some that were not: a peer had asked for these alone.
+        return Found(memory=num_ready - num_disk - num_peer, disk=num_disk, peer=num_peer)
 
     def save(self, chain: BlockHashes) -> None:
         """Store the blocks of a request that are not here, as far as there is room."""
@@ -92,9 +93,13 @@ class TierNode:
         if ticket.write_id:
             self.memory.complete_store(ticket.write_id, _OWNER)
 
-    def _fill(self, chain: BlockHashes, lease_id: int, num_ready: int, peers: list[TierNode]) -> tuple[int, int]:
-        """Bring blocks and pin them, as kvstore.remote.fetch does; return how many are ready, and came from disk."""
-        memory, num_disk, disk_tried_at, num_asked = self.memory, 0, -1, 0
+    def _fill(self, chain: BlockHashes, lease_id: int, num_ready: int, peers: list[TierNode]) -> tuple[int, int, int]:
+        """Bring blocks and pin them, as kvstore.remote.fetch does.
+
+        Returns:
+            (how many are ready, how many of them came from the disk, how many from peers).
+        """
+        memory, num_disk, num_peer, disk_tried_at, num_asked = self.memory, 0, 0, -1, 0
         while num_ready < len(chain):
             rest, limit = chain.tail(num_ready), 0
             if disk_tried_at != num_ready and self.disk.lookup(rest.head(1)):
@@ -106,13 +111,14 @@ class TierNode:
             if not come and num_asked < _MOST_PEERS and (peer := _best_peer(peers, rest)) is not None:
                 peers.remove(peer)
                 num_asked += 1
-                come, is_full = self._fetch(rest, lease_id, peer)
+                come, num_new, is_full = self._fetch(rest, lease_id, peer)
+                num_peer += num_new
                 if is_full:
-                    return num_ready + come, num_disk
+                    return num_ready + come, num_disk, num_peer
             elif not come:
                 break
             num_ready += come
-        return num_ready, num_disk
+        return num_ready, num_disk, num_peer
 
     def _read(self, rest: BlockHashes) -> tuple[int, int]:
         """Read the run of the disk into memory; return how far it reaches now, and how many blocks were read."""
@@ -123,14 +129,14 @@ class TierNode:
         self.num_read += num_read
         return grant.num_blocks - ticket.num_refused if num_read else 0, num_read
 
-    def _fetch(self, rest: BlockHashes, lease_id: int, peer: TierNode) -> tuple[int, bool]:
-        """Take what a peer has; return how many blocks are pinned now, and whether there was no room for all."""
+    def _fetch(self, rest: BlockHashes, lease_id: int, peer: TierNode) -> tuple[int, int, bool]:
+        """Take what a peer has; return how many blocks are pinned now, were read, and whether some found no room."""
         num_granted = peer.give(rest)
         ticket = self.memory.prepare_store(rest.head(num_granted), _OWNER, needs_parent=False)
-        if ticket.write_id:
-            self.memory.complete_store(ticket.write_id, _OWNER)
+        num_new = self.memory.complete_store(ticket.write_id, _OWNER) if ticket.write_id else 0
         reached = rest.head(num_granted - ticket.num_refused)
-        return self.memory.pin_prefix(reached, _OWNER, _NEVER_S, lease_id).num_blocks, ticket.num_refused > 0
+        come = self.memory.pin_prefix(reached, _OWNER, _NEVER_S, lease_id).num_blocks
+        return come, num_new, ticket.num_refused > 0
 
     def give(self, rest: BlockHashes) -> int:
         """Have the blocks that a peer asks for in memory, which it reads; return how many there are."""

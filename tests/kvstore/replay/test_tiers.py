@@ -59,7 +59,7 @@ class PlainNode:
         return new, reached
 
     def fill(self, blocks, ready, peers):
-        num_disk, tried_at = 0, -1
+        num_disk, num_peer, tried_at = 0, 0, -1
         while ready < len(blocks):
             held, rest = blocks[:ready], blocks[ready:]
             on_disk = self.disk.prefix(rest) if tried_at != ready else 0
@@ -79,13 +79,14 @@ class PlainNode:
                 peers.remove(peer)
                 granted = peer.give(rest)
                 if granted:
-                    _, come = self.bring(rest[:granted], held)
+                    new, come = self.bring(rest[:granted], held)
+                    num_peer += len(new)
                 if come < granted:
                     self.memory.touch(rest[:come])
-                    return ready + come, num_disk
+                    return ready + come, num_disk, num_peer
             self.memory.touch(rest[:come])
             ready += come
-        return ready, num_disk
+        return ready, num_disk, num_peer
 
     def known(self, rest):
         both = {*self.memory.kept, *self.disk.kept}
@@ -104,10 +105,10 @@ class PlainNode:
     def serve(self, blocks, peers):
         local = self.memory.prefix(blocks)
         self.memory.touch(blocks[:local])
-        ready, num_disk = self.fill(blocks, local, peers)
+        ready, num_disk, num_peer = self.fill(blocks, local, peers)
         if ready < len(blocks):
             self.bring(blocks)
-        return Found(memory=local, disk=num_disk, peer=ready - local - num_disk)
+        return Found(memory=ready - num_disk - num_peer, disk=num_disk, peer=num_peer)
 
     def write_behind(self):
         offers, self.offers = self.offers, []
