@@ -154,6 +154,8 @@ def replay(
     if num_rows < 0:
         raise InvalidRequest(f"--rows: wanted 1 or more, got {num_rows}; leave it out for all")
     wanted_bytes = parse_size("--block-bytes", block_bytes) if block_bytes else 0
+    if is_real and plot is not None:
+        raise InvalidRequest("--plot: wanted --mode simulate with it, got real; leave one of them out")
     if is_real:
         settings = _real_settings(plan, wanted_bytes if block_bytes else _REAL_BLOCK_BYTES, disk_path, wait_written)
     elif disk_path or wait_written:
@@ -161,6 +163,11 @@ def replay(
     Rates(prefill_tokens_per_s, load_gb_per_s, wanted_bytes if block_bytes else 1)  # Refused before the file is read.
     whole = read_trace(trace, format_name, block_tokens)
     found = spread(first_requests(whole, num_rows) if num_rows else whole, jitter_s, seed)
+    if restart_at >= len(found.requests):
+        raise InvalidRequest(
+            f"--restart-at: wanted a number below that of the requests, {len(found.requests)}, got {restart_at}; lower "
+            "it"
+        )
     rates = Rates(prefill_tokens_per_s, load_gb_per_s, wanted_bytes or found.block_tokens * TOKEN_BYTES)
     num_replays = len(plan.policies) * len(plan.capacities) * (1 + is_real)
     with progress_bar(num_replays, len(found.requests)) as begin:

@@ -24,7 +24,7 @@ from kvstore.replay.traces import Found, Outcome, TierOutcome, Trace
 
 POLICIES = (*POOL_POLICIES, "bound")
 MAX_NODES = 1024
-_FILE_CHARS = 120
+_FILE_CHARS = 150
 #: The bar moves once in so many requests: it would be seen in the microseconds of a reference.
 _TICKS_SHOWN = 64
 Rows = list[dict[str, Any]]
