@@ -39,7 +39,17 @@ from kvstore.tools.terminal import progress, show_check, show_rows, show_status,
 _JOIN_S = 30.0
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def _replay_real(*args: Any) -> list[dict[str, Any]]:
+    """Replay with real stores. The room of the replay knows no Ray, so it gets this from here."""
+    from kvstore.actors.bench.replay import replay_real
+
+    return replay_real(*args)
+
+
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "obj": _replay_real},
+)
 @click.version_option(__version__, package_name="raykv", prog_name="kvstore")
 def main() -> None:
     """A distributed KV-cache store for LLM serving on Ray.

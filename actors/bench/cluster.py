@@ -1,4 +1,4 @@
-"""A private two-node Ray cluster on this machine, for benchmarks."""
+"""A private Ray cluster of several nodes on this machine, for benchmarks and replays."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+#: One for all clusters of this process: Ray's core keeps the first that it reads.
+_TOKEN = secrets.token_hex(32)
+
 
 @contextlib.contextmanager
-def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
-    """Run two Ray nodes, yield their ids, the driver's first, and end them with everything in them.
+def private_nodes(num_nodes: int, object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
+    """Run Ray nodes, yield their ids, the driver's first, and end them with everything in them.
 
     Args:
+        num_nodes: how many.
         object_store_bytes: Ray's own object store of each node.
     """
     # Ray starts as many worker processes at once as a node has CPUs.
@@ -29,7 +33,7 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
     before = dict(os.environ)
     os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0")
     # A private token: no other process may join, and the user's token is not sent.
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=_TOKEN)
     Config.initialize("")  # Replaces the values that Ray read when it was imported.
     os.environ.pop("RAY_ADDRESS", None)
     cluster: Any = None
@@ -45,10 +49,12 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
                 "no_monitor": True,
             },
         )
-        other = cluster.add_node(num_cpus=num_cpus, object_store_memory=object_store_bytes)
+        for _ in range(num_nodes - 1):
+            cluster.add_node(num_cpus=num_cpus, object_store_memory=object_store_bytes)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         here = ray.get_runtime_context().get_node_id()
-        yield [here, other.node_id if other.node_id != here else cluster.head_node.node_id]
+        nodes = [cluster.head_node, *cluster.worker_nodes]
+        yield [here, *sorted(node.node_id for node in nodes if node.node_id != here)]
     finally:
         ray.shutdown()
         if cluster is not None:
@@ -57,6 +63,11 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
         os.environ.update(before)
         Config.initialize("")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def two_nodes(object_store_bytes: int = 100 << 20) -> contextlib.AbstractContextManager[list[str]]:
+    """Run two Ray nodes; see `private_nodes`."""
+    return private_nodes(2, object_store_bytes)
 
 
 def on_node(cls: type, node_id: str) -> Any:

@@ -303,6 +303,7 @@ class DiskTier:
             **result,
             "is_direct": context.slots.is_direct,
             "num_queued": writer.num_queued,
+            "num_unwritten": writer.num_unwritten(),
             "num_written": writer.counts.num_written,
             "num_written_bytes": writer.counts.num_bytes,
             "dropped": dict(writer.counts.dropped),

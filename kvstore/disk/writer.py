@@ -90,7 +90,8 @@ class Writer:
         self._seen = SeenFilter(max(4 * context.disk_pool.num_slots, 1 << 16)) if second_use else None
         self._lock, self._claiming = threading.Lock(), threading.Lock()
         self._queue: deque[_Offer] = deque()
-        self.num_queued = 0
+        #: Blocks that wait, and those of them that are being written now.
+        self.num_queued = self.num_writing = 0
         self.counts = WriterCounts()
 
     def offer(self, namespace: bytes, slots: list[int]) -> None:
@@ -134,9 +135,18 @@ class Writer:
             turn.enter_context(self._claiming)
             if (offer := self._take()) is None:
                 return False
-            self._before_write()
-            self._write(offer, turn.close)
+            try:
+                self._before_write()
+                self._write(offer, turn.close)
+            finally:
+                with self._lock:
+                    self.num_writing -= len(offer.slots)
         return True
+
+    def num_unwritten(self) -> int:
+        """Return how many blocks wait or are being written; 0 when all that were offered are on disk, or left out."""
+        with self._lock:
+            return self.num_queued + self.num_writing
 
     def _take(self) -> _Offer | None:
         with self._lock:
@@ -151,6 +161,7 @@ class Writer:
                 self._queue.appendleft(rest)
                 offer = _Offer(offer.namespace, offer.slots[:most], offer.num_clears, offer.version)
             self.num_queued -= len(offer.slots)
+            self.num_writing += len(offer.slots)
             return offer
 
     def _write(self, offer: _Offer, claimed: Callable[[], None]) -> None:
@@ -161,14 +172,14 @@ class Writer:
             return
         try:
             wanted = [block for block in held if self._is_wanted(block)]
-            for run in _runs(wanted):
+            for run in runs_of_held(wanted):
                 self._write_run(offer, run, claimed)
         finally:
             pool.release(lease_id, OWNER)
             context.changed()
 
     def _is_wanted(self, block: HeldBlock) -> bool:
-        if self._seen is None or self._context.disk_pool.lookup(_chain([block])):
+        if self._seen is None or self._context.disk_pool.lookup(chain_of([block])):
             return True
         with self._lock:
             return self._seen.saw(block.block_hash)
@@ -177,7 +188,7 @@ class Writer:
         """Write one run of a chain; blocks of it that are on the disk already are not written again."""
         context, pool = self._context, self._context.disk_pool
         try:
-            ticket = pool.prepare_store(_chain(run), OWNER, needs_parent=False, num_clears=offer.num_clears)
+            ticket = pool.prepare_store(chain_of(run), OWNER, needs_parent=False, num_clears=offer.num_clears)
         except (PoolExhausted, ChainBroken) as error:
             logger.debug("blocks are not written to disk: %s", error)
             self._drop("disk_pool", len(run))
@@ -265,12 +276,13 @@ class Writer:
                 self.counts.dropped[reason] += num_blocks
 
 
-def _chain(run: list[HeldBlock]) -> BlockHashes:
+def chain_of(run: list[HeldBlock]) -> BlockHashes:
+    """Return the names of blocks that follow each other."""
     first = run[0]
     return BlockHashes(first.namespace, first.parent, first.depth, b"".join([block.block_hash for block in run]))
 
 
-def _runs(blocks: list[HeldBlock]) -> Iterator[list[HeldBlock]]:
+def runs_of_held(blocks: list[HeldBlock]) -> Iterator[list[HeldBlock]]:
     """Cut blocks where one does not follow the one before."""
     run = list[HeldBlock]()
     for block in blocks:

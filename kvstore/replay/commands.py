@@ -16,26 +16,46 @@ from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 if TYPE_CHECKING:
+    from kvstore.replay.report import Plan, RealSettings, RunReal
     from kvstore.replay.traces import Trace
 
+_REAL_BLOCK_BYTES = 64 << 10
+#: Each is several processes on this machine.
+_MOST_REAL_NODES = 16
 
-@click.command("replay", cls=Command, short_help="Replay a trace of requests against the pool, without bytes.")
+
+@click.command("replay", cls=Command, short_help="Replay a trace of requests, without bytes or with real stores.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option(
     "--blocks", "capacities", multiple=True, required=True, help="Capacities in blocks: 1000,5000; repeatable."
 )
 @click.option(
+    "--disk-blocks",
+    type=int,
+    help="Capacity of each node's disk, 0 for none; the nodes then give each other blocks. Default: caches alone.",
+)
+@click.option(
     "--policy",
     "policies",
     multiple=True,
-    help="default, lru, bound or all; a comma list, or repeated. Default: all.",
+    help="default, lru, bound or all; a comma list, or repeated. Default: all; lru with --mode real.",
 )
-@click.option("--mode", type=click.Choice(["simulate"]), default="simulate", show_default=True, help="Index only.")
+@click.option(
+    "--mode",
+    type=click.Choice(["simulate", "real"]),
+    default="simulate",
+    show_default=True,
+    help="Index only; or real stores, whose every loaded byte is compared.",
+)
+@click.option("--rows", "num_rows", type=int, default=0, help="Replay the first so many requests. Default: all.")
+@click.option("--restart-at", type=int, default=0, help="Before this request begin again with what is on the disks.")
+@click.option("--wait-written", is_flag=True, help="real: before each request wait for the disks: hits are then exact.")
+@click.option("--disk-path", default="", help="real: folder of the disk tiers. Default: a temporary one.")
 @click.option(
     "--format", "format_name", default="", help="mooncake, bailian, weka or csv. Default: by the first record."
 )
 @click.option("--block-tokens", type=int, default=0, help="Tokens of a block. Default: what the format says.")
-@click.option("--nodes", "num_nodes", type=int, default=1, show_default=True, help="Pools, each of --blocks.")
+@click.option("--nodes", "num_nodes", type=int, help="Nodes, each with --blocks. Default: 1; 2 with --mode real.")
 @click.option(
     "--routing",
     default="round-robin",
@@ -61,18 +81,29 @@ if TYPE_CHECKING:
     help="For the modelled time to first token. An assumption.",
 )
 @click.option("--load-gb-per-s", type=float, default=10.0, show_default=True, help="Likewise: 10^9 bytes a second.")
-@click.option("--block-bytes", default="", help="Likewise: of a block. Default: 128KiB for each token of it.")
+@click.option(
+    "--block-bytes",
+    default="",
+    help="Likewise: of a block. Default: 128KiB for each token of it; real: 64KiB, and multiples of 4KiB.",
+)
 @click.option("--plot", type=WrittenFile, help="Draw ratio over capacity into this .svg or .png.")
 @JSON
 @OUTPUT
+@click.pass_obj
 def replay(
+    run_real: RunReal | None,
     trace: Path,
     capacities: Sequence[str],
+    disk_blocks: int | None,
     policies: Sequence[str],
     mode: str,
+    num_rows: int,
+    restart_at: int,
+    wait_written: bool,
+    disk_path: str,
     format_name: str,
     block_tokens: int,
-    num_nodes: int,
+    num_nodes: int | None,
     routing: str,
     tie_blocks: int,
     jitter_s: float,
@@ -89,15 +120,27 @@ def replay(
     TRACE is a file of requests, each with the ids of its prompt's blocks: in the Mooncake, Bailian or weka format, or a
     table time,obj_id. The store's own pool leases what is there of each prompt and stores the rest, with the trace's
     time as the clock; no bytes are moved. "bound" is what no policy can exceed. Times to first token are modelled.
-    docs/replay.md explains every column.
+
+    With --mode real, real stores on several nodes of a Ray of their own save and load blocks of bytes, and each loaded
+    byte is compared. A row of the simulator stands beside each row. docs/replay.md explains every column.
     """
     from kvstore.replay.files import write_whole
     from kvstore.replay.formats import FORMATS, read_trace
     from kvstore.replay.model import TOKEN_BYTES, Rates, spread
     from kvstore.replay.plot import check_plot, draw
     from kvstore.replay.report import Plan, progress_bar, run_plan, show_table
+    from kvstore.replay.traces import first_requests
 
-    plan = Plan(_policies(policies), _capacities(capacities), num_nodes, routing, tie_blocks)
+    is_real = mode == "real"
+    plan = Plan(
+        _policies(policies, "lru" if is_real else "all"),
+        _capacities(capacities),
+        num_nodes if num_nodes is not None else 2 if is_real else 1,
+        routing,
+        tie_blocks,
+        disk_blocks or 0 if is_real else disk_blocks,
+        restart_at,
+    )
     if format_name and format_name not in FORMATS:
         raise ConfigError(
             f"--format: wanted {', '.join(FORMATS)}, got {clip(format_name)}; leave it out to have it found"
@@ -108,17 +151,38 @@ def replay(
         )
     if plot is not None:
         check_plot(plot)
+    if num_rows < 0:
+        raise InvalidRequest(f"--rows: wanted 1 or more, got {num_rows}; leave it out for all")
     wanted_bytes = parse_size("--block-bytes", block_bytes) if block_bytes else 0
+    if is_real and plot is not None:
+        raise InvalidRequest("--plot: wanted --mode simulate with it, got real; leave one of them out")
+    if is_real:
+        settings = _real_settings(plan, wanted_bytes if block_bytes else _REAL_BLOCK_BYTES, disk_path, wait_written)
+    elif disk_path or wait_written:
+        raise InvalidRequest("--disk-path, --wait-written: wanted --mode real with them, got simulate; add it")
     Rates(prefill_tokens_per_s, load_gb_per_s, wanted_bytes if block_bytes else 1)  # Refused before the file is read.
-    found = spread(read_trace(trace, format_name, block_tokens), jitter_s, seed)
+    whole = read_trace(trace, format_name, block_tokens)
+    found = spread(first_requests(whole, num_rows) if num_rows else whole, jitter_s, seed)
+    if restart_at >= len(found.requests):
+        raise InvalidRequest(
+            f"--restart-at: wanted a number below that of the requests, {len(found.requests)}, got {restart_at}; lower "
+            "it"
+        )
     rates = Rates(prefill_tokens_per_s, load_gb_per_s, wanted_bytes or found.block_tokens * TOKEN_BYTES)
-    with progress_bar(len(plan.policies) * len(plan.capacities), len(found.requests)) as begin:
+    num_replays = len(plan.policies) * len(plan.capacities) * (1 + is_real)
+    with progress_bar(num_replays, len(found.requests)) as begin:
         rows = run_plan(found, plan, rates, begin)
+        if is_real:
+            if run_real is None:
+                raise ConfigError("--mode real: wanted to be called as `kvstore replay`, got a call without Ray; do so")
+            pairs = zip(run_real(found, plan, settings, begin), rows, strict=True)
+            rows = [row for real, same in pairs for row in ({"mode": mode, **real}, {"mode": "simulate", **same})]
     if not as_json:  # Before files are written, so that a full disk does not lose it.
         show_table(found, rows)
     if output is not None:
         about = {"mode": mode, "jitter_s": jitter_s, "seed": seed, "prefill_tokens_per_s": rates.prefill_tokens_per_s}
         about |= {"load_gb_per_s": rates.load_gb_per_s, "block_bytes": rates.block_bytes}
+        about |= {"num_rows": num_rows, "wait_written": wait_written}
         write_whole(output, as_document({**provenance(), "trace": describe(found), **about, "rows": rows}))
     if plot is not None:
         write_whole(plot, draw(plot, found.name, rows))
@@ -144,10 +208,27 @@ def _words(texts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in words if word.strip()))
 
 
-def _policies(texts: Sequence[str]) -> list[str]:
+def _real_settings(plan: Plan, block_bytes: int, disk_path: str, wait_written: bool) -> RealSettings:
+    from kvstore.replay.report import RealSettings
+    from kvstore.replay.simulate import POOL_POLICIES
+
+    if not set(plan.policies) <= set(POOL_POLICIES):
+        raise ConfigError(
+            f"--policy: wanted {' or '.join(POOL_POLICIES)} with --mode real, got {', '.join(plan.policies)}; a real "
+            "store has no other"
+        )
+    if min(plan.capacities) < 2 or plan.disk_blocks == 1 or plan.num_nodes > _MOST_REAL_NODES:
+        raise InvalidRequest(
+            "--mode real: wanted 2 or more --blocks, no or 2 or more --disk-blocks, and up to "
+            f"{_MOST_REAL_NODES} --nodes, got {min(plan.capacities)}, {plan.disk_blocks} and {plan.num_nodes}"
+        )
+    return RealSettings(block_bytes, disk_path and str(Path(disk_path).absolute()), wait_written)
+
+
+def _policies(texts: Sequence[str], default: str) -> list[str]:
     from kvstore.replay.report import POLICIES
 
-    words = _words(texts) or ["all"]
+    words = _words(texts) or [default]
     for word in words:
         if word not in (*POLICIES, "all"):
             raise ConfigError(

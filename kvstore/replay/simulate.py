@@ -14,7 +14,8 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.config import EVICTION_POLICIES
 from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.pool import Pool
-from kvstore.replay.traces import Outcome, Trace
+from kvstore.replay.tiers import TierNode, hits_of, outcome_of
+from kvstore.replay.traces import Found, Outcome, Trace
 
 #: Policies of the real pool, in the order of the table.
 POOL_POLICIES = ("default", "lru")
@@ -47,17 +48,23 @@ class TraceClock:
         return self.now_s
 
 
-def make_pool(policy_name: str, num_blocks: int, now_s: Callable[[], float]) -> Pool:
+def make_pool(
+    policy_name: str,
+    num_blocks: int,
+    now_s: Callable[[], float],
+    on_published: Callable[[bytes, list[int], str], None] | None = None,
+) -> Pool:
     """Return an empty pool.
 
     Args:
         policy_name: one of `POOL_POLICIES`.
         num_blocks: its capacity.
         now_s: the clock of the trace, for policies that look at one.
+        on_published: see `Pool`.
     """
     assert policy_name in POOL_POLICIES, policy_name
     name = EVICTION_POLICIES[0] if policy_name == "default" else policy_name
-    return Pool(num_blocks, eviction=make_policy(name, num_blocks, now_s))
+    return Pool(num_blocks, eviction=make_policy(name, num_blocks, now_s), on_published=on_published)
 
 
 def use_blocks(pool: Pool, chain: BlockHashes) -> int:
@@ -89,16 +96,85 @@ def replay_pools(
     for index, request in enumerate(trace.requests):
         clock.now_s = request.time_s
         chain = trace.chain_of(request)
-        node = 0
-        if nodes.count > 1 and nodes.routing == "prefix":
-            node = best_node([pool.lookup(chain) for pool in pools], given, nodes.tie_blocks)
-        elif nodes.count > 1:
-            node = index % nodes.count
+        node = choose_node(nodes, index, given, [pool.lookup for pool in pools], chain)
         hits.append(use_blocks(pools[node], chain))
         given[node] += len(chain)
         tick()
     num_evictions = sum(pool.stats().num_evicted for pool in pools)
     return Outcome(hits=hits, num_evictions=num_evictions, node_references=tuple(given))
+
+
+def replay_tiers(
+    trace: Trace,
+    policy: str,
+    num_blocks: int,
+    disk_blocks: int,
+    tick: Callable[[], None],
+    nodes: Nodes = ONE_NODE,
+    restart_at: int = 0,
+) -> Outcome:
+    """Replay a trace against nodes that have a memory and a disk, and take from each other what they miss.
+
+    Args:
+        trace: the requests.
+        policy: of memory and disk, one of `POOL_POLICIES`.
+        num_blocks: capacity of each memory.
+        disk_blocks: capacity of each disk; 0 for none.
+        tick: called after each request.
+        nodes: how many, and which of them gets a request.
+        restart_at: number of requests before all nodes lose their memory; 0 for never.
+    """
+    clock = TraceClock()
+    stores = [
+        TierNode(lambda count, told: make_pool(policy, count, clock, told), num_blocks, disk_blocks)
+        for _ in range(nodes.count)
+    ]
+    given, found = [0] * nodes.count, list[Found]()
+    for index, request in enumerate(trace.requests):
+        if restart_at and index == restart_at:
+            for store in stores:
+                store.restart()
+        clock.now_s = request.time_s
+        chain = trace.chain_of(request)
+        node = choose_node(nodes, index, given, [store.num_here for store in stores], chain)
+        found.append(stores[node].load(chain, stores[:node] + stores[node + 1 :]))
+        if found[-1].num_blocks < len(chain):
+            stores[node].save(chain)
+        for store in stores:
+            store.write_behind()
+        given[node] += len(chain)
+        tick()
+    for store in stores:
+        store.count_evictions()
+    return Outcome(
+        hits=hits_of(found),
+        num_evictions=sum(store.num_evicted for store in stores),
+        node_references=tuple(given),
+        tiers=outcome_of(stores, found),
+    )
+
+
+def choose_node(
+    nodes: Nodes,
+    index: int,
+    given: Sequence[int],
+    prefix_of: Sequence[Callable[[BlockHashes], int]],
+    chain: BlockHashes,
+) -> int:
+    """Return the node that gets a request.
+
+    Args:
+        nodes: how many there are, and the routing.
+        index: number of requests before this one.
+        given: how many blocks were in the requests that each node was given.
+        prefix_of: returns how many leading blocks of a chain a node has.
+        chain: of the request.
+    """
+    if nodes.count == 1:
+        return 0
+    if nodes.routing == "prefix":
+        return best_node([look(chain) for look in prefix_of], given, nodes.tie_blocks)
+    return index % nodes.count
 
 
 def best_node(prefixes: Sequence[int], given: Sequence[int], tie_blocks: int) -> int:

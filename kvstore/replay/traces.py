@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -64,23 +64,66 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Where the leading blocks of one request were: in this node's memory, on its disk, on other nodes."""
+
+    memory: int = 0
+    disk: int = 0
+    peer: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Hits of the request."""
+        return self.memory + self.disk + self.peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOutcome:
+    """What the tiers of all nodes did in one replay, simulated or real.
+
+    Args:
+        found: of each request.
+        num_disk_evictions: blocks that were dropped from disks to make room.
+        num_disk_written: blocks that were written to disks.
+        num_disk_read: blocks that were read from disks, for requests of the same node and of others.
+        dropped: blocks that were not written, by reason.
+    """
+
+    found: Sequence[Found]
+    num_disk_evictions: int
+    num_disk_written: int
+    num_disk_read: int
+    dropped: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One replay of a trace.
 
     Args:
         hits: number of leading blocks that were there, of each request.
-        num_evictions: blocks that were dropped to make room.
+        num_evictions: blocks that were dropped from memory to make room.
         node_references: number of blocks in the requests that each node was given.
+        tiers: what memory, disks and peers did; None where there is one cache, or none knows of another.
     """
 
     hits: array[int]
     num_evictions: int
     node_references: tuple[int, ...] = ()
+    tiers: TierOutcome | None = None
 
     @property
     def num_hits(self) -> int:
         """Hits of all requests."""
         return sum(self.hits)
+
+
+def first_requests(trace: Trace, count: int) -> Trace:
+    """Return the trace of the first requests, with their blocks alone; all of it if it has no more."""
+    requests = trace.requests[:count]
+    # Numbers are given in the order of the file, so those of the first requests are the first ones.
+    num_blocks = 1 + max((max(request.blocks, default=-1) for request in requests), default=-1)
+    return replace(trace, requests=requests, digests=trace.digests[:num_blocks])
 
 
 class Chains:

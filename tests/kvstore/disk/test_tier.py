@@ -1,6 +1,10 @@
 """The disk tier through a whole node store: what was saved is found after a restart."""
 
+import threading
+
 import pytest
+
+from kvstore.disk.slot_file import SlotFile
 
 NUM_BLOCKS = 12
 
@@ -80,3 +84,22 @@ def test_faster_peers_are_asked_before_the_own_disk(cluster, settings, wait_unti
     wait_until(lambda: reader.client.lookup(hashes).nodes[:1] == (("b", NUM_BLOCKS),))
     far = reader.load(hashes, range(NUM_BLOCKS))
     assert (far.num_blocks, far.num_local, far.num_peer) == (NUM_BLOCKS, 4, NUM_BLOCKS - 4), far
+
+
+def test_blocks_that_are_being_written_are_not_written_yet(cluster, settings, wait_until, monkeypatch):
+    may_write, real = threading.Event(), SlotFile.write
+
+    def slow(self, *args):
+        assert may_write.wait(30)
+        real(self, *args)
+
+    monkeypatch.setattr(SlotFile, "write", slow)
+    cluster.add("a", **settings)
+    cluster.worker("a").save(cluster.hashes(NUM_BLOCKS), range(NUM_BLOCKS))
+    try:
+        wait_until(lambda: disk_of(cluster).stats()["num_queued"] == 0)
+        assert disk_of(cluster).stats()["num_unwritten"] == NUM_BLOCKS
+    finally:
+        may_write.set()
+    wait_until(lambda: disk_of(cluster).stats()["num_unwritten"] == 0)
+    assert disk_of(cluster).stats()["num_written"] == NUM_BLOCKS

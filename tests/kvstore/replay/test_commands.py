@@ -101,6 +101,38 @@ def test_nodes_and_jitter(trace):
     assert 1 / 3 <= row["largest_node_share"] < 1
 
 
+def test_disks_peers_and_a_restart(trace):
+    words = ("--nodes", 2, "--rows", 100, "--policy", "lru", "--disk-blocks", 5000, "--restart-at", 50)
+    (row,) = json.loads(run("replay", trace, "--blocks", 300, *words, "--json").stdout)
+    assert (row["disk_blocks"], row["restart_at"]) == (5000, 50)
+    tiers = [row[f"num_hits_{tier}"] for tier in ("memory", "disk", "peer")]
+    assert sum(tiers) == row["num_hits"]
+    assert min(tiers) > 0
+    assert row["num_hits_disk_after_restart"] > 0
+    shown = run("replay", trace, "--blocks", 300, *words).stdout
+    for word in ("memory", "disk", "peer", "on disk", "5,000"):
+        assert word in shown
+    assert "…" not in shown
+
+
+def test_a_real_replay_gets_the_plan_and_stands_beside_the_simulator(trace):
+    seen = []
+
+    def real(found, plan, settings, begin):
+        seen.append((len(found.requests), plan, settings))
+        begin("real")()
+        return [{"policy": "lru", "capacity_blocks": size, "num_verified": 7} for size in plan.capacities]
+
+    words = ("--mode", "real", "--blocks", "20,30", "--rows", 40, "--disk-path", "d", "--wait-written", "--json")
+    rows = json.loads(CliRunner().invoke(cli.main, ["replay", str(trace), *map(str, words)], obj=real).stdout)
+    assert [(row["mode"], row["capacity_blocks"]) for row in rows] == [
+        ("real", 20), ("simulate", 20), ("real", 30), ("simulate", 30),
+    ]  # fmt: skip
+    ((num_requests, plan, settings),) = seen
+    assert (num_requests, plan.num_nodes, plan.disk_blocks, plan.policies) == (40, 2, 0, ["lru"])
+    assert (settings.block_bytes, settings.disk_path, settings.is_settled) == (65536, str(Path("d").absolute()), True)
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "says"),
     [
@@ -118,6 +150,18 @@ def test_nodes_and_jitter(trace):
         (["--blocks", "9", "--load-gb-per-s", "0"], "InvalidRequest", "--load-gb-per-s: wanted a number above 0, got"),
         (["--blocks", "9", "--block-bytes", "0"], "InvalidRequest", "--block-bytes: wanted a number above 0, got 0"),
         (["--blocks", "9", "--block-bytes", "x"], "ConfigError", "--block-bytes: wanted a size"),
+        (["--blocks", "9", "--rows", "-1"], "InvalidRequest", "--rows: wanted 1 or more, got -1"),
+        (["--blocks", "9", "--disk-blocks", "-1"], "InvalidRequest", "--disk-blocks: wanted 0 to 8388608, got -1"),
+        (["--blocks", "9", "--restart-at", "5"], "InvalidRequest", "and --disk-blocks with it, got 5 and None"),
+        (["--blocks", "9", "--disk-blocks", "9", "--rows", "5", "--restart-at", "5"], "InvalidRequest",
+         "--restart-at: wanted a number below that of the requests, 5, got 5"),
+        (["--blocks", "9", "--wait-written"], "InvalidRequest", "--wait-written: wanted --mode real with them"),
+        (["--blocks", "9", "--disk-path", "/x"], "InvalidRequest", "--disk-path, --wait-written: wanted --mode real"),
+        (["--blocks", "9", "--mode", "real", "--policy", "bound"], "ConfigError", "with --mode real, got bound"),
+        (["--blocks", "1", "--mode", "real"], "InvalidRequest", "--mode real: wanted 2 or more --blocks"),
+        (["--blocks", "9", "--mode", "real", "--nodes", "17"], "InvalidRequest", "up to 16 --nodes, got 9, 0 and 17"),
+        (["--blocks", "9", "--mode", "real", "--block-bytes", "5000"], "InvalidRequest", "wanted a multiple of 4096"),
+        (["--blocks", "9", "--mode", "real", "--plot", "a.svg"], "InvalidRequest", "--plot: wanted --mode simulate"),
         (["--blocks", "9", "--plot", "a.jpg"], "InvalidRequest", "--plot: wanted a name that ends in .svg or .png"),
     ],
 )  # fmt: skip

@@ -42,7 +42,9 @@ def test_the_statistics_of_a_kind(kind):
 def test_everything_has_a_line():
     options = [name for parameter in replay.params for name in parameter.opts if name.startswith("--")]
     rows = run_plan(trace_of([1]), Plan(["lru"], [1], 2), Rates(1.0, 1.0, 1), lambda _: lambda: None)
-    for name in (*POLICIES, *FORMATS, *KINDS, *rows[0], "num_nodes", "routing", "tie_blocks", "largest_node_share"):
+    tiers = Plan(["lru"], [2], 2, disk_blocks=2, restart_at=1)
+    rows += run_plan(trace_of([1], [1]), tiers, Rates(1.0, 1.0, 1), lambda _: lambda: None)
+    for name in (*POLICIES, *FORMATS, *KINDS, *rows[0], *rows[1]):
         assert f"`{name}`" in PAGE, name
     for option in options:
         assert option in PAGE or option == "--mode", option
