@@ -20,7 +20,7 @@ from kvstore.actors.cluster import Store
 from kvstore.actors.finding import node_store
 from kvstore.actors.starting import start
 from kvstore.blocks.hashing import BlockHashes
-from kvstore.config import StoreConfig
+from kvstore.config import EVICTION_POLICIES, StoreConfig
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from kvstore.errors import KVStoreError, StoreUnavailable
 from kvstore.replay.model import percentile
@@ -72,15 +72,9 @@ def _config(plan: Plan, settings: RealSettings, policy: str, capacity: int, fold
         call_timeout_s=60.0,
         transfer_timeout_s=60.0,
         disk_timeout_s=60.0,
-        **_eviction(policy),
+        eviction=EVICTION_POLICIES[0] if policy == "default" else policy,
         **disk,  # type: ignore[arg-type]
     )
-
-
-def _eviction(policy: str) -> dict[str, Any]:
-    """Return the setting of the store for a policy. There is none yet: its pools have LRU alone."""
-    del policy
-    return {}
 
 
 class _Fleet:

@@ -127,8 +127,7 @@ class PoolService:
 
     def _divide(self, block_bytes: int) -> None:
         config = self._config
-        # The disk writes from slots, and reads into them, without a copy: so they are whole pages.
-        alignment = SLOT_ALIGNMENT_BYTES if self._disk is None else PAGE_BYTES
+        alignment = SLOT_ALIGNMENT_BYTES if self._disk is None else PAGE_BYTES  # The disk moves whole pages of slots.
         slot_bytes = -(-block_bytes // alignment) * alignment
         num_slots = config.capacity_bytes // slot_bytes
         if num_slots < 2:
@@ -224,8 +223,7 @@ class PoolService:
             InvalidRequest: `ttl_s` is not a time; nothing changed.
         """
         self.check_serving()
-        deadline_s = FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s)
-        grant = self.pool.pin(chain, owner, kind, deadline_s)
+        grant = self.pool.pin(chain, owner, kind, FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s))
         self._wake()
         return grant
 

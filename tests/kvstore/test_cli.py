@@ -191,7 +191,7 @@ def started_with(monkeypatch, *words: str) -> dict:
     result = run("start", "--address", "h:1", *words)
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "store 'default' runs on 1 node(s) of the Ray at h:1, 1 GiB and 100 GiB of disk each\n"
-    always = {"capacity", "name", "address", "lane", "block_bytes", "timeout_s"}
+    always = {"capacity", "name", "address", "lane", "block_bytes", "eviction", "timeout_s"}
     assert always <= seen.keys()
     return {name: value for name, value in seen.items() if name not in always}
 
