@@ -86,6 +86,7 @@ def test_faster_peers_are_asked_before_the_own_disk(cluster, settings, wait_unti
     assert (far.num_blocks, far.num_local, far.num_peer) == (NUM_BLOCKS, 4, NUM_BLOCKS - 4), far
 
 
+@pytest.mark.usefixtures("in_one_turn")
 def test_blocks_that_are_being_written_are_not_written_yet(cluster, settings, wait_until, monkeypatch):
     may_write, real = threading.Event(), SlotFile.write
 
