@@ -250,4 +250,6 @@ def _serve_all(
         served.append(call("worker", worker.serve, index, node, chain, list(request.blocks), timeout_s=_TIMEOUT_S))
         given[node] += len(chain)
         tick()
+    if settings.is_settled:
+        fleet.settle()
     return served, given

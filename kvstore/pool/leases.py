@@ -72,7 +72,9 @@ class LeaseTable(OwnedTable[_Lease]):
             for slot in slots
             if space.ready.get(index.block_hash[slot]) == slot
         ]
-        found = found[: max(self._max_pinned - table.columns.num_pinned, 0)]
+        columns, held = table.columns, [block.slot for block in found]
+        # A block that is pinned already takes nothing from the budget.
+        found = found[: _num_within(self._max_pinned - columns.num_pinned, held, columns.ref_count.__getitem__)]
         if not found or len(self) >= MAX_LEASES:
             return 0, []
         listed = index.claims.listed([block.slot for block in found])
@@ -180,7 +182,7 @@ class LeaseTable(OwnedTable[_Lease]):
         assert all(soft[slot] >= count for slot, count in counted), "soft pins without a holder"
 
 
-def _num_within(room: int, slots: SlotList, num_held: Callable[[int], int | None]) -> int:
+def _num_within(room: int, slots: SlotList | list[int], num_held: Callable[[int], int | None]) -> int:
     """Return the longest prefix of slots in which at most `room` slots are not held yet."""
     if room >= len(slots):
         return len(slots)

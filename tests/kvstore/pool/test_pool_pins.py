@@ -192,3 +192,18 @@ def test_events_replayed_are_the_resident_set_whatever_happens():
     pool.check_integrity()
     stats = pool.stats()
     assert (stats.num_pinned, stats.num_writing, stats.num_leases, stats.num_soft_pinned) == (0, 0, 0, 0)
+
+
+def test_to_hold_blocks_that_are_pinned_takes_nothing_from_the_budget():
+    """A load may have all of them pinned while the disk writes them."""
+    pool, chain = Pool(6, max_pinned=4), chain_of("abcdef")
+    store(pool, "abcdef")
+    grant = pool.pin_prefix(chain.head(3), "reader", 5.0)
+    slots = list(grant.slots)
+    lease_id, held = pool.hold(slots, chain.namespace, "disk")
+    assert [block.slot for block in held] == slots
+    assert pool.stats().num_pinned == 3
+    others = [slot for slot in range(6) if slot not in slots]
+    assert len(pool.hold(others, chain.namespace, "disk")[1]) == 1, "only one more may be pinned"
+    assert pool.release(lease_id, "disk")
+    pool.check_integrity()
