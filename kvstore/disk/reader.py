@@ -20,6 +20,7 @@ from kvstore.blocks.indexes import ints_in
 from kvstore.disk.context import TierContext
 from kvstore.disk.places import neighbours
 from kvstore.disk.records import PAGE_BYTES, Record, checksum_of, unpack_record
+from kvstore.disk.slot_file import MOST_BUFFERS
 from kvstore.disk.threads import DiskThreads, Read
 from kvstore.errors import DiskUnavailable, InvalidRequest, PoolExhausted
 from kvstore.runtime import clock
@@ -182,7 +183,7 @@ class DiskRead:
         context = self._context
         places = [context.places.place[slot] for slot in self._disk_slots]
         # In chain order, because blocks are handed on from the first: neighbours in the file are mostly that, too.
-        most = max(1, _MOST_BYTES // context.slots.stride_bytes)
+        most = max(1, min(_MOST_BYTES // context.slots.stride_bytes, MOST_BUFFERS // 2))
         return [_Piece(list(range(begin, end)), places[begin]) for begin, end in neighbours(places, most)]
 
     def _read_of(self, piece: _Piece) -> Read:

@@ -104,3 +104,19 @@ def test_blocks_that_are_being_written_are_not_written_yet(cluster, settings, wa
         may_write.set()
     wait_until(lambda: disk_of(cluster).stats()["num_unwritten"] == 0)
     assert disk_of(cluster).stats()["num_written"] == NUM_BLOCKS
+
+
+def test_a_long_chain_of_small_blocks_takes_several_calls(cluster, settings, wait_until):
+    """One call of the system takes 1,024 buffers; each block has two."""
+    num_blocks, sizes = 600, {"capacity_bytes": 4 << 20, "disk_capacity_bytes": 8 << 20}
+    cluster.add("a", **settings | sizes)
+    worker, hashes = cluster.worker("a", num_blocks), cluster.hashes(num_blocks)
+    worker.save(hashes, range(num_blocks))
+    written(cluster, wait_until, num_blocks)
+    cluster.stop_node("a")
+    cluster.add("a", **settings | sizes)
+    reader = cluster.worker("a", num_blocks, seed=1)
+    wait_until(lambda: disk_of(cluster).num_restored == num_blocks)
+    result = reader.load(hashes, range(num_blocks))
+    assert (result.num_blocks, result.num_disk) == (num_blocks, num_blocks), result
+    assert reader.bytes() == worker.bytes()
