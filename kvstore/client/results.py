@@ -14,7 +14,7 @@ class MissReason(Enum):
     """Why a block of a load is not usable.
 
     STORE_LOST: the store of this node has ended, so make a new client. DRAINING: the store lives, and grants nothing
-    until it is undrained; the client stays usable.
+    until it is undrained; the client stays usable. DISK: the disk refused, or the block's bytes there were damaged.
     """
 
     NOT_FOUND = "not_found"
@@ -32,6 +32,7 @@ class MissReason(Enum):
     EXPIRED = "expired"
     WITHDRAWN = "withdrawn"
     OWNER_GONE = "owner_gone"
+    DISK = "disk"
     OTHER = "other"
 
 
