@@ -71,21 +71,22 @@ class ReplayWorker:
         self._space = space_of(block_bytes)
         _, heads, layers, planes, tokens, dim = self._space.shape.block_dims
         self._cache = torch.zeros(most_blocks, heads, layers, planes, tokens, dim, dtype=torch.bfloat16)
-        self._rows = self._cache.view(torch.uint8).reshape(most_blocks, block_bytes).numpy()
-        self._client: Any = None
+        #: The bytes of the cache, a row for each block.
+        self.rows = self._cache.view(torch.uint8).reshape(most_blocks, block_bytes).numpy()
+        self.client: Any = None
 
     def open(self, store: Store) -> None:
         """Attach to this node's store."""
-        self._client = store.client(self._space)
-        self._client.register_kv_caches(self._cache, axes="BHLPTD")
+        self.client = store.client(self._space)
+        self.client.register_kv_caches(self._cache, axes="BHLPTD")
 
     def close(self) -> None:
         """Leave it."""
-        self._client.close()
+        self.client.close()
 
     def num_here(self, hashes: BlockHashes) -> int:
         """Return how many leading blocks are on this node, in memory and then on disk."""
-        count: int = self._client.lookup(hashes, remote=False).num_here
+        count: int = self.client.lookup(hashes, remote=False).num_here
         return count
 
     def serve(self, row: int, node: int, hashes: BlockHashes, numbers: Sequence[int]) -> Served:
@@ -101,22 +102,22 @@ class ReplayWorker:
             KVStoreError: a loaded block has a wrong byte.
         """
         count = len(hashes)
-        self._rows[:count] = _POISON  # The bytes of an earlier request may be the right ones.
+        self.rows[:count] = _POISON  # The bytes of an earlier request may be the right ones.
         began_s = time.perf_counter()
-        result: LoadResult = self._client.load(hashes, range(count)).result(_TIMEOUT_S)
+        result: LoadResult = self.client.load(hashes, range(count)).result(_TIMEOUT_S)
         load_s = time.perf_counter() - began_s
         for at in range(count):
-            wanted = bytes_of(hashes[at], self._rows.shape[1])
+            wanted = bytes_of(hashes[at], self.rows.shape[1])
             if at >= result.num_blocks:
-                self._rows[at] = wanted
-            elif said := wrong_byte(self._rows[at], wanted):
+                self.rows[at] = wanted
+            elif said := wrong_byte(self.rows[at], wanted):
                 raise KVStoreError(
                     f"row {row}, block {numbers[at]} ({hashes[at].hex()[:16]}), node {node}: {said}; the store "
                     "delivered a wrong block, please report it with the command and the trace"
                 )
         if result.num_blocks < count:
-            self._client.save(hashes, range(count)).result(_TIMEOUT_S)
-        missed, num_peer = result.failed[:1], result.num_bytes // self._rows.shape[1]
+            self.client.save(hashes, range(count)).result(_TIMEOUT_S)
+        missed, num_peer = result.failed[:1], result.num_bytes // self.rows.shape[1]
         return Served(
             # The rest of the result's `num_peer` was in memory, behind blocks that were not.
             memory=result.num_blocks - result.num_disk - num_peer,

@@ -93,14 +93,14 @@ class FakeClient:
 
     def load(self, hashes, ids):
         for at in ids[:2]:
-            self._worker._rows[at] = bytes_of(hashes[at], BLOCK_BYTES)
-        self._worker._rows[1, 77] ^= 1
+            self._worker.rows[at] = bytes_of(hashes[at], BLOCK_BYTES)
+        self._worker.rows[1, 77] ^= 1
         return Done(LoadResult(num_blocks=2, num_local=2))
 
 
 def test_a_wrong_byte_ends_the_replay_with_row_block_and_node():
     worker, digest = ReplayWorker(BLOCK_BYTES, 3), space_of(BLOCK_BYTES).digest
-    worker._client = FakeClient(worker)
+    worker.client = FakeClient(worker)
     hashes = BlockHashes(digest, digest, 0, bytes(range(96)))
     with pytest.raises(KVStoreError, match=r"row 4, block 21 \(2021222324252627\), node 1: wanted 0x.. at byte 77"):
         worker.serve(4, 1, hashes, [20, 21, 22])
