@@ -71,6 +71,7 @@ class ReplayWorker:
         self._space = space_of(block_bytes)
         _, heads, layers, planes, tokens, dim = self._space.shape.block_dims
         self._cache = torch.zeros(most_blocks, heads, layers, planes, tokens, dim, dtype=torch.bfloat16)
+        #: The bytes of the cache, a row for each block.
         self.rows = self._cache.view(torch.uint8).reshape(most_blocks, block_bytes).numpy()
         self.client: Any = None
 
