@@ -55,8 +55,10 @@ def test_blocks_outlive_their_stores_and_reach_the_other_node(start, workers, ge
     here, there = workers
     # The memory has room for half of them.
     chains = [chain_of(space, NUM_BLOCKS // 4, seed) for seed in range(4)]
-    assert [get(there.do.remote("disk", "save", chain)).num_written for chain in chains] == [50] * 4
-    until(lambda: sum(disk["num_written"] for disk in disks(store)) == NUM_BLOCKS)
+    for number, chain in enumerate(chains, 1):
+        assert get(there.do.remote("disk", "save", chain)).num_written == 50
+        # Before the next ones take their memory.
+        until(lambda number=number: sum(disk["num_written"] for disk in disks(store)) == 50 * number)
     assert get(here.ask.remote("disk", "lookup", chains[0])).num_blocks == 50, "the directory knows the disk's blocks"
     start.end()
 

@@ -217,7 +217,7 @@ def test_a_damaged_file_of_versions_serves_nothing(start, cluster, hashes, text,
     for _ in range(3):
         with pytest.raises(ConfigError, match="remove the folder"):
             cluster.add("a", **store.settings)
-    assert num_fds() == before
+    assert num_fds() <= before
     (store.folder / VERSIONS).unlink()
     store.begin()
     assert store.load(hashes).num_disk == 8

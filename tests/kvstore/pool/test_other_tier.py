@@ -111,8 +111,11 @@ def test_a_hold_is_within_the_budget_of_pins():
     slots = [*slots_of(pool, hashes[:2]), 2, 3]
     lease_id, held = pool.hold(slots, SPACE, "tier")
     assert len(held) == 2
-    assert pool.hold(slots, SPACE, "tier") == (0, [])
+    again_id, again = pool.hold(slots, SPACE, "tier")
+    assert [block.slot for block in again] == slots[:2], "what is pinned takes nothing from the budget"
+    assert pool.hold(slots[2:], SPACE, "tier") == (0, [])
     pool.release(lease_id, "tier")
+    pool.release(again_id, "tier")
     pool.check_integrity()
 
 
