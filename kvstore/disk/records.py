@@ -102,11 +102,6 @@ def unpack_index(tier_id: bytes, data: bytes) -> list[Record]:
     return found
 
 
-def is_same_block(record: Record | None, wanted: Record) -> bool:
-    """Return whether the record read before a block's bytes is the one that the index has."""
-    return record == wanted
-
-
 def runs_of(blocks: Sequence[Record]) -> list[list[Record]]:
     """Group blocks of one namespace into runs of a chain: each block follows the one before it.
 
