@@ -34,6 +34,9 @@ _IDLE_SETUP_S = 90.0
 _SETTLE_S = 2.0
 _IDLE_LIMIT_PERCENT = 3.0
 _CAPACITY_BYTES = 64 << 20
+_ROUND_S = 200.0
+#: Blocks that a disk tier has written; when so many were written and none was read, something is wrong.
+_MANY_BLOCKS = 1000
 
 
 def ray_checks(address: str | None) -> list[Look]:
@@ -74,8 +77,17 @@ def check_cluster(address: str | None) -> Check:
         if "wanted the Ray of this machine" in str(error):  # Several run, so one more would not help.
             fix = "name one of them with --address or RAY_ADDRESS"
         return Check(name=name, status=Status.OK, found=found, fix=fix)
-    stores = ", ".join(seen["stores"]) or "none"
+    return judge_cluster(seen)
+
+
+def judge_cluster(seen: dict[str, Any]) -> Check:
+    """Return the finding for a cluster that was joined."""
+    name, stores = "Ray cluster", ", ".join(seen["stores"]) or "none"
     found = f"{seen['address']}: {seen['num_nodes']} node(s); stores: {stores}"
+    if unread := ", ".join(seen["unread_disks"]):
+        fix = "is it worth its writes? Let more memory or more prompts pass, or use disk_admission='second_use'"
+        found += f"; disk tiers that were written and never read: {unread}"
+        return Check(name=name, status=Status.WARN, found=found, fix=fix, values=seen)
     return Check(name=name, status=Status.OK, found=found, values=seen)
 
 
@@ -110,17 +122,13 @@ def check_idle(seconds: float) -> Check:
     Args:
         seconds: how long to measure, after two seconds of settling.
     """
-    name, folder = "Idle cost", tempfile.mkdtemp(prefix="rk", dir="/tmp")
-    private = {"RAY_TMPDIR": folder, "RAYKV_SOCKET_DIR": f"{folder}/raykv", "RAY_USAGE_STATS_ENABLED": "0"}
-    # A private token: no other process may join, and the user's token is not sent.
-    private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    name = "Idle cost"
     try:
-        seen = _ask(["idle", str(seconds)], private, _IDLE_SETUP_S + seconds)
+        with _private_ray() as (private, _):
+            seen = _ask(["idle", str(seconds)], private, _IDLE_SETUP_S + seconds)
     except KVStoreError as error:
         found, fix = f"could not run a store of 64 MiB: {error}", "see the rows NIXL, Memory and Lane on this host"
         return Check(name=name, status=Status.FAIL, found=found, fix=fix)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     total = round(sum(seen.values()), 2)
     each = ", ".join(f"{what} {percent:.1f} %" for what, percent in seen.items())
     found = f"{total:.1f} % of a core over {seconds:g} s ({each})"
@@ -130,6 +138,40 @@ def check_idle(seconds: float) -> Check:
         status = Status.WARN
         fix = f"wanted less than {_IDLE_LIMIT_PERCENT:g} %: measure again on a quiet machine; then please report it"
     return Check(name=name, status=status, found=found, fix=fix, values=values)
+
+
+def check_roundtrip(disk_path: str | None) -> Check:
+    """Take blocks through memory and disk of a small store in a private Ray, with a restart, and compare every byte.
+
+    Args:
+        disk_path: where the disk tier has its files; None takes a temporary folder, which is removed.
+    """
+    name = "Round trip"
+    try:
+        with _private_ray() as (private, folder):
+            seen = _ask(["roundtrip", disk_path or f"{folder}/disk"], private, _ROUND_S)
+    except KVStoreError as error:
+        fix = "see the rows NIXL, Memory and Lane on this host; docs/disk.md says what a disk tier needs"
+        return Check(name=name, status=Status.FAIL, found=f"not done: {error}", fix=fix)
+    tiers = {"memory": "memory", "disk": "disk", "restart": "disk after a restart"}
+    found = ", ".join(f"{seen[key]} of {seen['num_blocks']} blocks from {what}" for key, what in tiers.items())
+    if all(seen[key] == seen["num_blocks"] for key in tiers):
+        return Check(name=name, found=f"{found}, every byte right", values=seen)
+    fix = "blocks that did not come back are computed anew, never wrong; look at the log of the store, and report it"
+    return Check(name=name, status=Status.FAIL, found=found, fix=fix, values=seen)
+
+
+@contextlib.contextmanager
+def _private_ray() -> Iterator[tuple[dict[str, str], str]]:
+    """Yield the environment of a Ray that no other process joins, and a folder; the folder is removed afterwards."""
+    folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
+    private = {"RAY_TMPDIR": folder, "RAYKV_SOCKET_DIR": f"{folder}/raykv", "RAY_USAGE_STATS_ENABLED": "0"}
+    # A private token: no other process may join, and the user's token is not sent.
+    private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    try:
+        yield private, folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
@@ -233,15 +275,40 @@ def _look_at_cluster(address: str) -> dict[str, Any]:
 
     joined = join_ray(address, may_start=False)
     try:
-        return {"address": joined.session.address, "num_nodes": len(alive_nodes()), "stores": stores_here()}
+        stores = stores_here()
+        unread = [where for name in stores for where in _unread_disks(name)]
+        return {
+            "address": joined.session.address, "num_nodes": len(alive_nodes()), "stores": stores,
+            "unread_disks": unread,
+        }  # fmt: skip
     finally:
         ray.shutdown()
+
+
+def _unread_disks(name: str) -> list[str]:
+    """Return the nodes of a store whose disk tier has written many blocks, and read none."""
+    from kvstore.actors.starting import connect
+
+    try:
+        nodes = connect(name, None, 10.0).stats()["nodes"]
+    except KVStoreError:
+        return []  # A store of another version, or one that is ending: not asked here.
+    disks = {node: stats.get("disk") or {} for node, stats in nodes.items()}
+    return [
+        f"{name} on node {node[:8]} ({disk['num_written']:,} blocks)"
+        for node, disk in disks.items()
+        if disk.get("num_written", 0) >= _MANY_BLOCKS and not disk["num_read"]
+    ]
 
 
 def _main(words: list[str]) -> dict[str, Any]:
     from ray.exceptions import RayError
 
     try:
+        if words[0] == "roundtrip":
+            from kvstore.actors.roundtrip import take_round
+
+            return take_round(words[1])
         return _measure_idle(float(words[1])) if words[0] == "idle" else _look_at_cluster(words[1])
     except (KVStoreError, RayError, RuntimeError, ValueError, OSError) as error:
         return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}

@@ -208,18 +208,33 @@ def stop(name: str, address: str | None) -> None:
     help="How long to measure an idle store.",
 )
 @click.option("--no-idle", is_flag=True, help="Do not measure it.")
+@click.option("--roundtrip", is_flag=True, help="Take blocks through memory, disk and a restart; compare all bytes.")
+@click.option("--disk-path", default=None, help="Where --roundtrip has its disk tier; a temporary folder without it.")
 @click.pass_context
-def doctor(ctx: click.Context, address: str | None, as_json: bool, idle_seconds: float, no_idle: bool) -> None:
+def doctor(
+    ctx: click.Context,
+    address: str | None,
+    as_json: bool,
+    idle_seconds: float,
+    no_idle: bool,
+    roundtrip: bool,
+    disk_path: str | None,
+) -> None:
     """Check what this machine can do for a store, and say how to fix what is missing.
 
     Two processes move bytes, and a small store with a Ray of its own runs for a moment, unless --no-idle is given.
     Nothing is changed. Exit status 1 when a row says fail.
     """
-    from kvstore.actors.diagnose import check_idle, ray_checks
+    from kvstore.actors.diagnose import check_idle, check_roundtrip, ray_checks
+
+    if disk_path and not roundtrip:
+        raise click.UsageError("--disk-path is for --roundtrip; give both")
 
     looks = [*machine_checks(), *ray_checks(address)]
     if not no_idle:
         looks.append((f"what an idle store costs, over {idle_seconds:g} s", lambda: check_idle(idle_seconds)))
+    if roundtrip:
+        looks.append(("blocks through each tier, and a restart", lambda: check_roundtrip(disk_path)))
     rows = []
     for title, look in looks:
         with progress() as say:
