@@ -29,7 +29,8 @@ def in_fork(*calls):
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        faulthandler.dump_traceback_later(20, exit=True)  # One that hangs says nothing.
+        # One that hangs says nothing. On a busy machine its imports take long.
+        faulthandler.dump_traceback_later(60, exit=True)
         said = []
         for call in calls:
             try:
