@@ -44,6 +44,9 @@ _MAX_PEERS_PER_LOAD = 4
 _PEERS_FASTER = 1.5
 #: Loads that ask or read at once. All of them may hang on a peer that stopped, for one call's timeout.
 _NUM_THREADS = 32
+#: Loads for other nodes at once, which read this node's disk. Threads of their own: else two nodes, each with loads on
+#: all its threads that wait for the other's disk, would have none left to answer.
+_NUM_THREADS_FOR_PEERS = 8
 #: Most loads that have not ended, and most bytes of their chains (2,097,152 blocks): more are refused at once.
 _MOST_LOADS, _MOST_BYTES = 4096, 64 << 20
 
@@ -77,6 +80,7 @@ class Fetcher:
         self._disk, self.peers_rate = disk, MeasuredRate()
         self._hints, self._peers, self._mover, self._adopt_version = hints, peers, mover, adopt_version
         self._threads = ThreadPool(_NUM_THREADS, "raykv-fetch")
+        self._threads_for_peers = ThreadPool(_NUM_THREADS_FOR_PEERS, "raykv-bring")
         self.flights = Flights(self._submit)
         self._context = ReadContext(config, mover, self.flights, hints.publish_soon, peers, threads)
         self._counting = threading.Lock()
@@ -99,12 +103,14 @@ class Fetcher:
             return self._num_loads, self._num_bytes
 
     def _submit(self, load: Load) -> None:
-        if not self._threads.run(partial(self._run, load)):
+        threads = self._threads if load.may_ask_peers else self._threads_for_peers
+        if not threads.run(partial(self._run, load)):
             load.end("busy: the node store ends, or can start no thread")
 
     def stop(self) -> None:
         """Stop taking loads."""
         self._threads.close(drop=True)
+        self._threads_for_peers.close(drop=True)
 
     def _run(self, load: Load) -> None:
         try:

@@ -124,6 +124,25 @@ def test_two_nodes_ask_each_other_at_once(start, cluster):
         other.settle()
 
 
+def test_more_loads_than_threads_ask_each_other_at_once(start, cluster):
+    """A16 again, now each node has so many loads under way that no thread of theirs is left to answer the other."""
+    settings = {"call_timeout_s": SOON_S, "capacity_bytes": 1 << 20}
+    store, other, num_loads = start("a", **settings), start("b", **settings), 48
+    mine, theirs = ([cluster.hashes(1, seed=base + i) for i in range(num_loads)] for base in (100, 200))
+    for i in range(num_loads):
+        store.save(mine[i], first=i)
+        other.save(theirs[i], first=i)
+    store.empty_memory()
+    other.empty_memory()
+    wait_until(lambda: all(located(store, one).get("b") for one in theirs))
+    wait_until(lambda: all(located(other, one).get("a") for one in mine))
+    jobs = []
+    for i in range(num_loads):
+        jobs.append(store.worker.client.load(theirs[i], [HALF + i]))
+        jobs.append(other.worker.client.load(mine[i], [HALF + i]))
+    assert [job.result(2 * SOON_S).num_blocks for job in jobs] == [1] * 2 * num_loads
+
+
 def test_many_peers_loads_of_one_chain(start, cluster, reads):
     store, other = start("a"), start("b")
     hashes = cluster.hashes(12)
