@@ -112,7 +112,9 @@ class PeerControl:
 
         def answer(piece: Progress) -> None:
             if piece.report is not None:
-                answer_all([asked], lambda: self._grant(connection.owner, wanted))
+                # Nobody would give back what is granted to a connection that is closed.
+                if not connection.closed:
+                    answer_all([asked], lambda: self._grant(connection.owner, wanted))
                 pool.release(grant.lease_id, owner)
 
         load = Load(
@@ -138,6 +140,8 @@ class PeerControl:
     def _grant(self, owner: str, wanted: PeerLease) -> PeerGrant:
         """Lease what is in memory to a peer."""
         state, service, namespace = self._state, self._service, wanted.chain.namespace
+        if service.is_closed_to_peers:  # Perhaps since the peer asked.
+            service.check_serving()
         version, own = state.versions.get(namespace), state.mover.own
         grant = Grant()
         if service.is_attached and own is not None and version == wanted.namespace_version:
