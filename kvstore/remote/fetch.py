@@ -182,7 +182,7 @@ class Fetcher:
 
         try:
             began_s = clock.now_s()
-            read = disk.read(rest, ready, claimed)
+            read = disk.read(rest, ready, claimed, load.block_bytes)
             if read is None:
                 return load.pin_more() > 0
             has_ended = read.wait(load.deadline_s)
