@@ -133,21 +133,22 @@ class Fetcher:
                 return "abandoned: the client closed its connection"
             rest = load.chain.tail(load.num_ready)
             # Noted before a peer is asked: of several loads that miss one block, one asks and the others wait.
-            flight = self.flights.lead(rest.hash_at(0), load)
+            peers_first = self._are_peers_faster(load, rest)
+            flight = self.flights.lead(rest.hash_at(0), load, asks_peer=peers_first)
             if flight is None:
                 return None
             try:
-                reason = self._ask_sources(load, rest)
+                reason = self._ask_sources(load, rest, peers_first=peers_first)
             finally:
                 self.flights.leave([rest.hash_at(0)], flight)
             if reason and load.num_ready < len(load.chain):
                 return reason
         return ""
 
-    def _ask_sources(self, load: Load, rest: BlockHashes) -> str:
+    def _ask_sources(self, load: Load, rest: BlockHashes, *, peers_first: bool) -> str:
         """Fetch from this node's disk or from a peer, the faster one first; return the reason to stop, or ""."""
         before = load.num_ready
-        if self._are_peers_faster(load, rest):
+        if peers_first:
             self._ask_a_peer(load, rest)
             if load.num_ready > before:
                 return ""

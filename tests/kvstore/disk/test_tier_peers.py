@@ -9,6 +9,7 @@ from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.disk.records import PAGE_BYTES
 from kvstore.remote.messages import PeerLease
+from kvstore.remote.peers import Peer
 from kvstore.rpc.connection import Role
 from tests.kvstore.conftest import SHAPE
 
@@ -152,6 +153,27 @@ def test_more_loads_than_threads_ask_each_other_at_once(start, cluster):
         jobs.append(store.worker.client.load(theirs[i], [HALF + i]))
         jobs.append(other.worker.client.load(mine[i], [HALF + i]))
     assert [job.result(2 * SOON_S).num_blocks for job in jobs] == [1] * 2 * num_loads
+
+
+def test_two_nodes_ask_each_other_for_what_both_have_on_disk(start, cluster, monkeypatch):
+    """Other nodes were faster lately, so each asks the other first. A16: neither waits for the other's load."""
+    settings = {"call_timeout_s": 6 * SOON_S, "transfer_timeout_s": 6 * SOON_S}
+    stores, hashes = [start("a", **settings), start("b", **settings)], cluster.hashes(6)
+    for first, store in enumerate(stores):
+        store.save(hashes, first=10 * first)
+        store.empty_memory()
+    both, original = threading.Barrier(2), Peer.lease
+
+    def lease(peer, *asked, **more):
+        both.wait(SOON_S)
+        return original(peer, *asked, **more)
+
+    monkeypatch.setattr(Peer, "lease", lease)
+    for store, other in zip(stores, reversed(stores), strict=True):
+        store.disk.rate.bytes_per_s, store.core.state.fetcher.peers_rate.bytes_per_s = 1.0, 1e9
+        store.core.state.hints.remember(hashes[0], [(other.node_id, 6)])
+    jobs = [store.worker.client.load(hashes, list(range(HALF, HALF + 6))) for store in stores]
+    assert [job.result(SOON_S).num_blocks for job in jobs] == [6, 6]
 
 
 def test_many_peers_loads_of_one_chain(start, cluster, reads):
