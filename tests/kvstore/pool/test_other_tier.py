@@ -112,8 +112,12 @@ def test_a_hold_is_within_the_budget_of_pins():
     slots = [*slots_of(pool, hashes[:2]), 2, 3]
     lease_id, held = pool.hold(slots, SPACE, "tier")
     assert len(held) == 2
-    assert pool.hold(slots, SPACE, "tier") == (0, [])
+    assert pool.hold([2, 3], SPACE, "tier") == (0, [])
+    again_id, again = pool.hold(slots, SPACE, "other")
+    assert again == held, "blocks that are pinned already take nothing from the budget"
+    pool.check_integrity()
     pool.release(lease_id, "tier")
+    pool.release(again_id, "other")
     pool.check_integrity()
 
 
