@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 #: Bytes of one call: enough for the disk's full speed, and the first blocks of a long chain come early.
 _MOST_BYTES = 8 << 20
 _NEVER_S = float("inf")
+#: How often a load that waits looks whether the disk is off: one that hangs may not answer for as long as it lives.
+_LOOK_S = 0.1
 #: Owners of reads, and of the writes to memory that they make, begin with this.
 READER = "disk-read-"
 
@@ -184,8 +186,11 @@ class DiskRead:
             raise
 
     def wait(self, until_s: float) -> bool:
-        """Wait until all blocks have come or failed; False when the time has passed before."""
-        if self._is_over.wait(max(until_s - clock.now_s(), 0.0)):
+        """Wait until all blocks have come or failed; False when the time has passed, or the disk is off, before."""
+        while not self._is_over.wait(min(max(until_s - clock.now_s(), 0.0), _LOOK_S)):
+            if clock.now_s() >= until_s or self._reader.threads.is_off:
+                break
+        else:
             return True
         with self._lock:
             self._late_after_s = clock.now_s()
