@@ -7,6 +7,7 @@ A closed connection does not end it: the peer's mover may still be reading.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,6 +45,8 @@ class PeerControl:
     def __init__(self, state: NodeState, wake: Callable[[], None]) -> None:
         self._state, self._service, self._wake = state, state.pool_service, wake
         self._leases: dict[int, float] = {}
+        #: Held while their number changes and the mover is told, so that it is told the last number last.
+        self._telling = threading.Lock()
         self._numbers = itertools.count(1)
         self.routes: dict[Op, Handler] = {
             Op.PEER_LEASE: self._lease,
@@ -184,14 +187,16 @@ class PeerControl:
 
     def began(self, lease_id: int, deadline_s: float) -> None:
         """Expect a notification for a lease, or for a claim, until its deadline."""
-        self._leases[lease_id] = deadline_s
-        self._state.mover.expect_notifications(len(self._leases))
+        with self._telling:
+            self._leases[lease_id] = deadline_s
+            self._state.mover.expect_notifications(len(self._leases))
         self._wake()
 
     def ended(self, lease_id: int) -> None:
         """Stop expecting a notification for a lease, or for a claim."""
-        if self._leases.pop(lease_id, None) is not None:
-            self._state.mover.expect_notifications(len(self._leases))
+        with self._telling:
+            if self._leases.pop(lease_id, None) is not None:
+                self._state.mover.expect_notifications(len(self._leases))
 
 
 def owner_of(key: bytes) -> str:

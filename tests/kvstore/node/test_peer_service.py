@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
+from kvstore.node.peer_service import PeerControl
 from kvstore.remote.messages import PeerLease, decode_peer_grant
 from kvstore.rpc.connect import connect_remote
 from kvstore.rpc.framing import Op
@@ -181,3 +184,23 @@ def test_bytes_of_a_peer_that_are_no_request_change_nothing(core, connect, lease
         peer.call(op, payload, timeout_s=2.0)
     assert core.pool.stats() == before
     assert core.pool.num_leases() == 1
+
+
+def test_the_mover_is_told_the_last_number_of_leases_last():
+    """A lease may begin on a thread of the disk while another one ends: else the mover would wait for neither."""
+    told, threads = [], []
+
+    class Mover:
+        def expect_notifications(self, num_leases):
+            if num_leases == 0:
+                # Just now another thread grants a lease; it has time to be first.
+                threads.append(threading.Thread(target=control.began, args=(2, 1e9)))
+                threads[0].start()
+                threads[0].join(0.2)
+            told.append(num_leases)
+
+    control = PeerControl(SimpleNamespace(mover=Mover(), pool_service=None), lambda: None)
+    control.began(1, 1e9)
+    control.ended(1)
+    threads[0].join(5.0)
+    assert told == [1, 0, 1]
