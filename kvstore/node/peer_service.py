@@ -156,10 +156,13 @@ class PeerControl:
                 )
             deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(state.config))
             grant = service.current.pin_prefix(wanted.chain, owner, deadline_s)
-            if grant.packed_slots:
+            # Compared again after the pin: a clearing is noted before new blocks can be stored.
+            version = state.versions.get(namespace)
+            if grant.packed_slots and version == wanted.namespace_version:
                 self.began(grant.lease_id, deadline_s)
             else:
                 service.current.release(grant.lease_id, owner)
+                grant = Grant()
         return PeerGrant(
             lease_id=grant.lease_id if grant.packed_slots else 0,
             epoch=state.epoch,

@@ -204,3 +204,24 @@ def test_the_mover_is_told_the_last_number_of_leases_last():
     control.ended(1)
     threads[0].join(5.0)
     assert told == [1, 0, 1]
+
+
+def test_blocks_stored_after_a_clearing_are_not_granted_under_the_version_before(cluster, core, connect):
+    """The clearing comes on another thread, just when the version was compared."""
+    pool, service, original, done = core.pool, core.state.pool_service, core.pool.pin_prefix, []
+
+    def pin_prefix(chain, owner, deadline_s, lease_id=0):
+        if owner.startswith("store-") and not done:
+            done.append(service.clear(chain.namespace))
+            ticket = pool.prepare_store(chain, "new weights")
+            pool.complete_store(ticket.write_id, "new weights")
+        return original(chain, owner, deadline_s, lease_id)
+
+    pool.pin_prefix = pin_prefix
+    wanted = PeerLease(
+        chain=cluster.hashes(NUM_BLOCKS), block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=60.0
+    )
+    grant = decode_peer_grant(connect(ONE).call(Op.PEER_LEASE, encode(wanted), timeout_s=2.0))
+    assert done == [NUM_BLOCKS]
+    assert (grant.namespace_version, len(grant.slots), grant.lease_id) == (1, 0, 0)
+    assert pool.num_leases() == 0
