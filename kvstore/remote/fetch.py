@@ -42,6 +42,9 @@ _MAX_PEERS_PER_LOAD = 4
 #: A peer is asked before this node's disk if blocks came from peers so many times as fast. Rates vary, and the own disk
 #: costs no other node anything.
 _PEERS_FASTER = 1.5
+#: Most bytes that one load reads from the disk at once. All slots of a read stay taken until its last call has ended: a
+#: disk that hangs must not take the whole memory along.
+_MOST_DISK_BYTES = 256 << 20
 #: Loads that ask or read at once. All of them may hang on a peer that stopped, for one call's timeout.
 _NUM_THREADS = 32
 #: Loads for other nodes at once, which read this node's disk. Threads of their own: else two nodes, each with loads on
@@ -183,7 +186,8 @@ class Fetcher:
 
         try:
             began_s = clock.now_s()
-            read = disk.read(rest, ready, claimed, load.block_bytes)
+            most = max(1, _MOST_DISK_BYTES // load.block_bytes)
+            read = disk.read(rest.head(most), ready, claimed, load.block_bytes)
             if read is None:
                 return load.pin_more() > 0
             has_ended = read.wait(load.deadline_s)
