@@ -47,6 +47,8 @@ class WriteBudget:
     def __init__(self, bytes_per_day: int, now_s: float) -> None:
         self._per_day, self._at_s = bytes_per_day, now_s
         self._left = bytes_per_day * _BURST
+        #: More is never granted at once; None for no bound.
+        self.most_bytes = int(self._left) if bytes_per_day else None
 
     def take(self, num_bytes: int, now_s: float) -> bool:
         """Take bytes from the budget; return False, and take none, if it has too few."""

@@ -120,10 +120,10 @@ class Folder:
 
 
 def open_folder(root: str, store: str, node_id: str, num_bytes: int, wait_s: float = _WAIT_S) -> Folder:
-    """Lock the first folder below `root` that no other living store has: `<store>-0`, `<store>-1`, and so on.
+    """Lock a folder below `root` that no other living store has: that of this node's last store, or the first free one.
 
-    Several node stores of one host get different ones. After a restart a store gets an earlier folder again, with the
-    blocks that are in it: they are found by their hashes, whichever store wrote them.
+    They are `<store>-0`, `<store>-1`, and so on. Several node stores of one host get different ones. Blocks are found
+    by their hashes, whichever store wrote them.
 
     Args:
         root: an absolute path; made if it is not there.
@@ -149,8 +149,10 @@ def open_folder(root: str, store: str, node_id: str, num_bytes: int, wait_s: flo
 
 
 def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: float) -> Folder:
-    for number in range(_MOST_STORES):
-        path = base / f"{store}-{number}"
+    holder = _LOCK_MAGIC + node_id.encode()
+    paths = [base / f"{store}-{number}" for number in range(_MOST_STORES)]
+    # The one that this node had last comes first: then stores of one host that start anew have their own blocks again.
+    for path in sorted(paths, key=lambda path: not _was_held_by(path, holder)):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         info = path.lstat()
@@ -160,7 +162,7 @@ def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: f
                 f"user {info.st_uid}; remove it, or give disk_path= another folder"
             )
         _check_ours(path)  # Before the lock is made: in a folder of another program nothing is changed.
-        lock_fd = _lock(path / LOCK, _LOCK_MAGIC + node_id.encode(), until_s)
+        lock_fd = _lock(path / LOCK, holder, until_s)
         if lock_fd is None:
             continue
         try:
@@ -171,6 +173,12 @@ def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: f
             raise
         return Folder(path, lock_fd)
     raise ConfigError(f"disk_path: wanted at most {_MOST_STORES} stores below {base}, got one more; give another path")
+
+
+def _was_held_by(path: Path, holder: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return (path / LOCK).read_bytes() == holder
+    return False
 
 
 def _lock(path: Path, holder: bytes, until_s: float) -> int | None:

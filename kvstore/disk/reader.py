@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 #: Bytes of one call: enough for the disk's full speed, and the first blocks of a long chain come early.
 _MOST_BYTES = 8 << 20
 _NEVER_S = float("inf")
+#: How often a load that waits looks whether the disk is off: one that hangs may not answer for as long as it lives.
+_LOOK_S = 0.1
 #: Owners of reads, and of the writes to memory that they make, begin with this.
 READER = "disk-read-"
 
@@ -63,6 +65,7 @@ class Reader:
         chain: BlockHashes,
         on_ready: Callable[[int, int], object],
         on_claim: Callable[[list[bytes]], object] = lambda hashes: None,
+        num_bytes: int = 0,
     ) -> DiskRead | None:
         """Begin to read the leading blocks of a run that are on the disk.
 
@@ -71,6 +74,8 @@ class Reader:
             on_ready: called on a thread of the disk, with the number of leading blocks that are in memory now, and how
                 many of them this read brought.
             on_claim: called with the hashes that are on their way, before the disk is asked.
+            num_bytes: of each block, as the caller knows them; 0 if it does not. If no client of this store has the
+                namespace, blocks of another size are misses.
 
         Returns:
             The read, or None if there is nothing to read.
@@ -84,24 +89,33 @@ class Reader:
         # Before the blocks of the disk are pinned: a clearing between the two makes the claim fail.
         num_clears = memory.num_clears(chain.namespace)
         grant = context.disk_pool.pin_prefix(chain, owner, _NEVER_S)
-        read = None
+        read, num_refused = None, 0
         try:
-            if grant.packed_slots:
+            if grant.packed_slots and self._has_size(grant, chain.namespace, num_bytes):
                 ticket = memory.prepare_store(
                     chain.head(grant.num_blocks), owner, needs_parent=False, num_clears=num_clears
                 )
+                num_refused = ticket.num_refused
                 if ticket.write_id:
                     read = DiskRead(self, chain, owner, grant, ticket, on_ready)
         finally:
             if read is None:
                 context.disk_pool.release(grant.lease_id, owner)
         if read is None:
-            if grant.packed_slots and ticket.num_refused:
+            if num_refused:
                 raise PoolExhausted("no slot of memory is free for a block of the disk")
             return None
         on_claim(read.hashes)
         read.begin()
         return read
+
+    def _has_size(self, grant: Grant, namespace: bytes, num_bytes: int) -> bool:
+        # A namespace that has attached has one size, which `DiskRead` compares. Another node may know it differently.
+        try:
+            return self.context.num_bytes_of(namespace) > 0
+        except InvalidRequest:
+            found = [self.context.places.record[slot] for slot in grant.slots]
+            return not num_bytes or all(record is None or record.num_bytes == num_bytes for record in found)
 
     def discard(self, slots: list[int]) -> None:
         """Forget damaged blocks, so that they are stored again; their records in the index are erased."""
@@ -172,8 +186,11 @@ class DiskRead:
             raise
 
     def wait(self, until_s: float) -> bool:
-        """Wait until all blocks have come or failed; False when the time has passed before."""
-        if self._is_over.wait(max(until_s - clock.now_s(), 0.0)):
+        """Wait until all blocks have come or failed; False when the time has passed, or the disk is off, before."""
+        while not self._is_over.wait(min(max(until_s - clock.now_s(), 0.0), _LOOK_S)):
+            if clock.now_s() >= until_s or self._reader.threads.is_off:
+                break
+        else:
             return True
         with self._lock:
             self._late_after_s = clock.now_s()

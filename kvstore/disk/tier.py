@@ -26,7 +26,7 @@ from kvstore.disk.restore import restore, usable
 from kvstore.disk.slot_file import SlotFile
 from kvstore.disk.threads import DiskThreads
 from kvstore.disk.versions_file import VersionsKeeper, read_versions
-from kvstore.disk.writer import Writer
+from kvstore.disk.writer import OWNER, Writer
 from kvstore.errors import ConfigError, DiskUnavailable
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
@@ -231,6 +231,7 @@ class DiskTier:
         chain: BlockHashes,
         on_ready: Callable[[int, int], object],
         on_claim: Callable[[list[bytes]], object] = lambda hashes: None,
+        num_bytes: int = 0,
     ) -> DiskRead | None:
         """Begin to read the leading blocks of a run into memory; see `Reader.begin`.
 
@@ -240,7 +241,7 @@ class DiskTier:
         """
         if self._reader is None or self.is_off:
             raise DiskUnavailable(f"the disk tier is off: {self.reason or 'it has not begun'}")
-        return self._reader.begin(chain, on_ready, on_claim)
+        return self._reader.begin(chain, on_ready, on_claim, num_bytes)
 
     def clear(self, namespace: bytes) -> bool:
         """Make all blocks of a namespace's group unfindable on the disk; return True.
@@ -256,6 +257,10 @@ class DiskTier:
     def wait_saved(self, timeout_s: float) -> bool:
         """Wait until the disk keeps the clearings that are known now; False when it did not in that time."""
         return self._versions.wait(self._versions.save_soon(), timeout_s)
+
+    def num_held(self) -> int:
+        """Return how many leases of the memory's pool the writing holds; a disk that hangs keeps them."""
+        return 0 if self._context is None else self._context.memory_pool.num_leases(OWNER)
 
     def sweep(self) -> None:
         """Give some slots of cleared blocks back."""

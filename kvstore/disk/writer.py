@@ -153,7 +153,9 @@ class Writer:
             if not self._queue:
                 return None
             offer = self._queue.popleft()
-            most = min(_MOST_BLOCKS, _MOST_BYTES // self._context.slots.stride_bytes)
+            # A turn that the budget never has at once would never be written.
+            most_bytes = min(_MOST_BYTES, self._budget.most_bytes or _MOST_BYTES)
+            most = min(_MOST_BLOCKS, most_bytes // self._context.slots.stride_bytes)
             # Blocks that are being written are pinned: saves must find enough others to evict.
             most = max(1, min(most, self._context.memory_pool.num_slots // _LEAST_SHARE))
             if len(offer.slots) > most:

@@ -140,9 +140,13 @@ class NodeCore:
         remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{epoch.hex()}.sock")
         self.control = NodeControl(self.state, lambda: self.stats(), on_mover_gone)
-        # Before a worker can reach this store: else it would store blocks that the first peer then makes it drop.
-        hints.start(_FIRST_CONTACT_S)
-        self.control.start(self.control_path, host)
+        try:
+            # Before a worker can reach this store: else it would store blocks that the first peer then makes it drop.
+            hints.start(_FIRST_CONTACT_S)
+            self.control.start(self.control_path, host)
+        except BaseException:
+            self.stop()  # It lets the disk's folder go.
+            raise
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, epoch.hex())
 
     def _divided(self, pool: Pool, slot_bytes: int) -> None:
@@ -155,7 +159,7 @@ class NodeCore:
             # The first blocks are stored there, too. But a disk that hangs keeps nobody waiting for long.
             has_begun.wait(min(state.config.disk_timeout_s, state.config.call_timeout_s / 2))
         with self._draining:
-            state.hints.follow(self._residents(pool))
+            state.hints.follow(pool if state.pool_service.is_closed_to_peers else self._residents(pool))
 
     def _residents(self, pool: Pool) -> Blocks:
         disk = self.state.disk
@@ -276,9 +280,9 @@ class NodeCore:
     def _left(self) -> dict[str, int]:
         handoffs = self.control.handoffs.table
         num_handoffs, num_handoff_writes = len(handoffs), handoffs.num_arena_writes
-        stats = self.state.pool_service.current.stats()
+        stats, disk = self.state.pool_service.current.stats(), self.state.disk
         return {
-            "num_leases": stats.num_leases - stats.num_soft_pins,
+            "num_leases": max(0, stats.num_leases - stats.num_soft_pins - (disk.num_held() if disk else 0)),
             "num_writes": max(0, stats.num_writes - num_handoff_writes),  # One may have ended between the two counts.
             "num_handoffs": num_handoffs,
         }

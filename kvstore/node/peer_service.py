@@ -7,6 +7,7 @@ A closed connection does not end it: the peer's mover may still be reading.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,6 +45,8 @@ class PeerControl:
     def __init__(self, state: NodeState, wake: Callable[[], None]) -> None:
         self._state, self._service, self._wake = state, state.pool_service, wake
         self._leases: dict[int, float] = {}
+        #: Held while their number changes and the mover is told, so that it is told the last number last.
+        self._telling = threading.Lock()
         self._numbers = itertools.count(1)
         self.routes: dict[Op, Handler] = {
             Op.PEER_LEASE: self._lease,
@@ -112,7 +115,9 @@ class PeerControl:
 
         def answer(piece: Progress) -> None:
             if piece.report is not None:
-                answer_all([asked], lambda: self._grant(connection.owner, wanted))
+                # Nobody would give back what is granted to a connection that is closed.
+                if not connection.closed:
+                    answer_all([asked], lambda: self._grant(connection.owner, wanted))
                 pool.release(grant.lease_id, owner)
 
         load = Load(
@@ -138,6 +143,8 @@ class PeerControl:
     def _grant(self, owner: str, wanted: PeerLease) -> PeerGrant:
         """Lease what is in memory to a peer."""
         state, service, namespace = self._state, self._service, wanted.chain.namespace
+        if service.is_closed_to_peers:  # Perhaps since the peer asked.
+            service.check_serving()
         version, own = state.versions.get(namespace), state.mover.own
         grant = Grant()
         if service.is_attached and own is not None and version == wanted.namespace_version:
@@ -149,10 +156,13 @@ class PeerControl:
                 )
             deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(state.config))
             grant = service.current.pin_prefix(wanted.chain, owner, deadline_s)
-            if grant.packed_slots:
+            # Compared again after the pin: a clearing is noted before new blocks can be stored.
+            version = state.versions.get(namespace)
+            if grant.packed_slots and version == wanted.namespace_version:
                 self.began(grant.lease_id, deadline_s)
             else:
                 service.current.release(grant.lease_id, owner)
+                grant = Grant()
         return PeerGrant(
             lease_id=grant.lease_id if grant.packed_slots else 0,
             epoch=state.epoch,
@@ -180,14 +190,16 @@ class PeerControl:
 
     def began(self, lease_id: int, deadline_s: float) -> None:
         """Expect a notification for a lease, or for a claim, until its deadline."""
-        self._leases[lease_id] = deadline_s
-        self._state.mover.expect_notifications(len(self._leases))
+        with self._telling:
+            self._leases[lease_id] = deadline_s
+            self._state.mover.expect_notifications(len(self._leases))
         self._wake()
 
     def ended(self, lease_id: int) -> None:
         """Stop expecting a notification for a lease, or for a claim."""
-        if self._leases.pop(lease_id, None) is not None:
-            self._state.mover.expect_notifications(len(self._leases))
+        with self._telling:
+            if self._leases.pop(lease_id, None) is not None:
+                self._state.mover.expect_notifications(len(self._leases))
 
 
 def owner_of(key: bytes) -> str:

@@ -264,8 +264,7 @@ class PoolService:
             InvalidRequest: `part`, `num_parts` or `ttl_s` is not valid; nothing changed.
         """
         self.check_serving()
-        # The pool refuses a value that is not a number.
-        in_parts = isinstance(num_parts, int) and num_parts > 1
+        in_parts = isinstance(num_parts, int) and num_parts > 1  # The pool refuses a value that is not a number.
         ticket = self.pool.prepare_store(
             chain,
             owner,
@@ -312,6 +311,7 @@ class PoolService:
             InvalidRequest: `version` is not a version, or far ahead of the last; nothing changed.
         """
         cleared = self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0)
+        self._wake()  # The control thread sweeps the disk's slots.
         self.current.sweep_all()
         if self._disk is not None and not self._disk.wait_saved(self._config.disk_timeout_s):
             logger.warning("namespace %s is cleared, but the disk does not keep that yet", namespace.hex()[:12])
@@ -325,7 +325,7 @@ class PoolService:
             InvalidRequest: `version` is far ahead of the one known here; nothing changed.
         """
         # The control thread sweeps the slots later, in steps: this may be that thread, and a full sweep takes long.
-        if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)):
+        if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)) is not None:
             self._wake()
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:

@@ -443,21 +443,22 @@ class Pool:
 
     def present(self, hashes: list[bytes]) -> set[bytes]:
         """Return those of these hashes that can be found, in whatever namespace."""
-        if not hashes:
-            return set()
+        wanted = set(hashes)
+        if not wanted:
+            return wanted
         with self._lock:
-            spaces = self.table.index.spaces.values()
-            return {own for own in hashes if any(own in space.ready for space in spaces)}
+            # Of each namespace the smaller side is gone through, so that many namespaces do not hold the lock for long.
+            return set[bytes]().union(*(space.ready.keys() & wanted for space in self.table.index.spaces.values()))
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
             return self.table.hot_chains(max_blocks)
 
-    def num_leases(self) -> int:
-        """Return how many leases are held."""
+    def num_leases(self, owner: str = "") -> int:
+        """Return how many leases are held, by one owner if it is given."""
         with self._lock:
-            return len(self.leases)
+            return len(self.leases.ids_of(owner)) if owner else len(self.leases)
 
     def has_deadlines(self) -> bool:
         """Return whether `expire` may ever have something to do."""

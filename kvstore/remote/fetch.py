@@ -42,8 +42,14 @@ _MAX_PEERS_PER_LOAD = 4
 #: A peer is asked before this node's disk if blocks came from peers so many times as fast. Rates vary, and the own disk
 #: costs no other node anything.
 _PEERS_FASTER = 1.5
+#: Most bytes that one load reads from the disk at once. All slots of a read stay taken until its last call has ended: a
+#: disk that hangs must not take the whole memory along.
+_MOST_DISK_BYTES = 256 << 20
 #: Loads that ask or read at once. All of them may hang on a peer that stopped, for one call's timeout.
 _NUM_THREADS = 32
+#: Loads for other nodes at once, which read this node's disk. Threads of their own: else two nodes, each with loads on
+#: all its threads that wait for the other's disk, would have none left to answer.
+_NUM_THREADS_FOR_PEERS = 8
 #: Most loads that have not ended, and most bytes of their chains (2,097,152 blocks): more are refused at once.
 _MOST_LOADS, _MOST_BYTES = 4096, 64 << 20
 
@@ -77,6 +83,7 @@ class Fetcher:
         self._disk, self.peers_rate = disk, MeasuredRate()
         self._hints, self._peers, self._mover, self._adopt_version = hints, peers, mover, adopt_version
         self._threads = ThreadPool(_NUM_THREADS, "raykv-fetch")
+        self._threads_for_peers = ThreadPool(_NUM_THREADS_FOR_PEERS, "raykv-bring")
         self.flights = Flights(self._submit)
         self._context = ReadContext(config, mover, self.flights, hints.publish_soon, peers, threads)
         self._counting = threading.Lock()
@@ -99,12 +106,14 @@ class Fetcher:
             return self._num_loads, self._num_bytes
 
     def _submit(self, load: Load) -> None:
-        if not self._threads.run(partial(self._run, load)):
+        threads = self._threads if load.may_ask_peers else self._threads_for_peers
+        if not threads.run(partial(self._run, load)):
             load.end("busy: the node store ends, or can start no thread")
 
     def stop(self) -> None:
         """Stop taking loads."""
         self._threads.close(drop=True)
+        self._threads_for_peers.close(drop=True)
 
     def _run(self, load: Load) -> None:
         try:
@@ -127,21 +136,22 @@ class Fetcher:
                 return "abandoned: the client closed its connection"
             rest = load.chain.tail(load.num_ready)
             # Noted before a peer is asked: of several loads that miss one block, one asks and the others wait.
-            flight = self.flights.lead(rest.hash_at(0), load)
+            peers_first = self._are_peers_faster(load, rest)
+            flight = self.flights.lead(rest.hash_at(0), load, asks_peer=peers_first)
             if flight is None:
                 return None
             try:
-                reason = self._ask_sources(load, rest)
+                reason = self._ask_sources(load, rest, peers_first=peers_first)
             finally:
                 self.flights.leave([rest.hash_at(0)], flight)
             if reason and load.num_ready < len(load.chain):
                 return reason
         return ""
 
-    def _ask_sources(self, load: Load, rest: BlockHashes) -> str:
+    def _ask_sources(self, load: Load, rest: BlockHashes, *, peers_first: bool) -> str:
         """Fetch from this node's disk or from a peer, the faster one first; return the reason to stop, or ""."""
         before = load.num_ready
-        if self._are_peers_faster(load, rest):
+        if peers_first:
             self._ask_a_peer(load, rest)
             if load.num_ready > before:
                 return ""
@@ -176,7 +186,8 @@ class Fetcher:
 
         try:
             began_s = clock.now_s()
-            read = disk.read(rest, ready, claimed)
+            most = max(1, _MOST_DISK_BYTES // load.block_bytes)
+            read = disk.read(rest.head(most), ready, claimed, load.block_bytes)
             if read is None:
                 return load.pin_more() > 0
             has_ended = read.wait(load.deadline_s)

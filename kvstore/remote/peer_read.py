@@ -92,7 +92,7 @@ class PeerRead(contextlib.AbstractContextManager["PeerRead"]):
         self._arrivals = Arrivals(load.report, peer.node_id, load.block_bytes, 0.0)
         self._grant = _NO_GRANT
         self._first = load.num_ready
-        self._flight, self._entered = Flight(), list[bytes]()
+        self._flight, self._entered = Flight(asks_peer=True), list[bytes]()
         self._claimed: _Segment | None = None
         self._is_full = False
         self._lock = threading.Lock()

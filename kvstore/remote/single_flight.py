@@ -6,14 +6,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstore.errors import StoreBusy
 from kvstore.remote.load import Load
 from kvstore.runtime import clock
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Blocks on their way here, and the loads that are parked until they come."""
+    """Blocks on their way here, and the loads that are parked until they come.
 
+    `asks_peer` says that they are asked of another node.
+    """
+
+    asks_peer: bool = False
     waiting: list[Load] = field(default_factory=list)
 
 
@@ -31,16 +36,21 @@ class Flights:
         self._flights: dict[bytes, Flight] = {}
         self.num_waiting = 0
 
-    def lead(self, block_hash: bytes, load: Load) -> Flight | None:
+    def lead(self, block_hash: bytes, load: Load, *, asks_peer: bool = False) -> Flight | None:
         """Begin the flight of a block, for `leave` to end. Return None if another load leads it.
 
         Then this load is parked until `resume` is called with it.
+
+        Raises:
+            StoreBusy: the load is for another node, and the block is asked of one, which may wait for this load.
         """
-        mine = Flight()
+        mine = Flight(asks_peer)
         with self._lock:
             flight = self._flights.setdefault(block_hash, mine)
             if flight is mine:
                 return mine
+            if flight.asks_peer and not load.may_ask_peers:
+                raise StoreBusy("another node is asked for this block already; try again soon")
             flight.waiting.append(load)
             self.num_waiting += 1
             return None

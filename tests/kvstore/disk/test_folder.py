@@ -58,6 +58,15 @@ def test_two_stores_have_their_own_folders(opened, tmp_path):
     assert opened("d").path.name == "kv-1"
 
 
+def test_a_node_gets_the_folder_again_that_it_had(opened):
+    first, second = opened("a"), opened("b")
+    opened.close(first)
+    opened.close(second)
+    assert opened("b").path.name == "kv-1"
+    assert opened("c").path.name == "kv-0"
+    assert opened("a").path.name == "kv-2", "another one has its folder now"
+
+
 def test_the_same_node_waits_for_the_store_before_it(opened):
     first = opened("a")
     got = []

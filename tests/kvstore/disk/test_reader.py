@@ -254,6 +254,43 @@ def test_a_hanging_read(start, cluster, reads):
     wait_until(lambda: not store.disk.is_off)
 
 
+def test_a_load_does_not_wait_for_a_disk_that_is_off(start, cluster, reads):
+    """The engine computes what a hanging disk has, long before the load's own time is over."""
+    store = start(disk_timeout_s=0.2, transfer_timeout_s=6 * SOON_S)
+    hashes = cluster.hashes(12)
+    store.save(hashes)
+    store.empty_memory()
+    with reads.held():
+        result = store.worker.client.load(hashes, list(range(HALF, HALF + 12))).result(SOON_S)
+        assert result.num_blocks == 0
+        assert "timeout: the disk" in why(result)
+    store.settle()
+    assert store.num("num_late") == 12
+    wait_until(lambda: not store.disk.is_off)
+    assert store.load(hashes).num_local == 12
+
+
+def test_a_hanging_disk_takes_a_part_of_the_memory(start, cluster, reads, monkeypatch):
+    """One call hangs, and a long chain is asked for: other blocks still find room."""
+    monkeypatch.setattr("kvstore.remote.fetch._MOST_DISK_BYTES", 8 * 1024)
+    store = start(disk_timeout_s=0.2, transfer_timeout_s=SOON_S)
+    hashes, others = cluster.hashes(60), cluster.hashes(40, seed=1)
+    store.save(hashes)
+    store.empty_memory()
+    with reads.held():
+        assert store.worker.client.load(hashes, list(range(HALF, HALF + 60))).result(SOON_S).num_blocks == 0
+        assert store.core.pool.stats().num_writing == 8
+        store.save(others, is_written=False)
+        assert store.load(others).num_local == 40
+    store.settle()
+    wait_until(lambda: not store.disk.is_off)
+    store.save(hashes)
+    store.empty_memory()
+    result = store.load(hashes)
+    assert result.num_blocks > 50, "all that the budget of pins has room for"
+    assert (result.num_local, result.num_disk, result.num_peer) == (0, result.num_blocks, 0)
+
+
 def test_blocks_that_hang_can_be_saved_and_loaded_meanwhile(start, cluster, reads):
     """A15: nobody waits for ever for a block that another one is bringing."""
     store = start(disk_timeout_s=0.2, transfer_timeout_s=0.6)

@@ -261,3 +261,16 @@ def test_clearing_again_and_again_while_loads_and_saves_run(start, cluster, hash
     store.settle()
     store.restart()
     assert store.num("num_restored") == 0
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_the_slots_of_cleared_blocks_come_back_without_any_traffic(start, hashes, is_heard):
+    store = start()
+    store.save(hashes)
+    store.empty_memory()
+    service = store.core.state.pool_service
+    if is_heard:
+        service.hear_clearing(hashes.namespace, 1)
+    else:
+        clear(store, hashes)
+    wait_until(lambda: store.disk.pool.stats().num_free == store.disk.pool.num_slots)

@@ -1,15 +1,27 @@
 """The disks of other nodes: their blocks are known to the directory, and fetched through their memory."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from disk_store import HALF, SOON_S, flip, slot_span, wait_until
 
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.disk.records import PAGE_BYTES
+from kvstore.remote.messages import PeerLease
+from kvstore.remote.peers import Peer
+from kvstore.rpc.connection import Role
+from tests.kvstore.conftest import SHAPE
 
 
 def located(store, hashes):
     """Return how many leading blocks the directory says that each other node has."""
     return dict(store.core.state.hints.locate(hashes))
+
+
+def peers_of(store):
+    """Return the connections of other nodes."""
+    return [each for each in [*store.core.control.server.connections] if each.role is Role.PEER]
 
 
 def test_blocks_on_the_disk_of_another_node(start, cluster):
@@ -124,6 +136,46 @@ def test_two_nodes_ask_each_other_at_once(start, cluster):
         other.settle()
 
 
+def test_more_loads_than_threads_ask_each_other_at_once(start, cluster):
+    """A16 again, now each node has so many loads under way that no thread of theirs is left to answer the other."""
+    settings = {"call_timeout_s": SOON_S, "capacity_bytes": 1 << 20}
+    store, other, num_loads = start("a", **settings), start("b", **settings), 48
+    mine, theirs = ([cluster.hashes(1, seed=base + i) for i in range(num_loads)] for base in (100, 200))
+    for i in range(num_loads):
+        store.save(mine[i], first=i)
+        other.save(theirs[i], first=i)
+    store.empty_memory()
+    other.empty_memory()
+    wait_until(lambda: all(located(store, one).get("b") for one in theirs))
+    wait_until(lambda: all(located(other, one).get("a") for one in mine))
+    jobs = []
+    for i in range(num_loads):
+        jobs.append(store.worker.client.load(theirs[i], [HALF + i]))
+        jobs.append(other.worker.client.load(mine[i], [HALF + i]))
+    assert [job.result(2 * SOON_S).num_blocks for job in jobs] == [1] * 2 * num_loads
+
+
+def test_two_nodes_ask_each_other_for_what_both_have_on_disk(start, cluster, monkeypatch):
+    """Other nodes were faster lately, so each asks the other first. A16: neither waits for the other's load."""
+    settings = {"call_timeout_s": 6 * SOON_S, "transfer_timeout_s": 6 * SOON_S}
+    stores, hashes = [start("a", **settings), start("b", **settings)], cluster.hashes(6)
+    for first, store in enumerate(stores):
+        store.save(hashes, first=10 * first)
+        store.empty_memory()
+    both, original = threading.Barrier(2), Peer.lease
+
+    def lease(peer, *asked, **more):
+        both.wait(SOON_S)
+        return original(peer, *asked, **more)
+
+    monkeypatch.setattr(Peer, "lease", lease)
+    for store, other in zip(stores, reversed(stores), strict=True):
+        store.disk.rate.bytes_per_s, store.core.state.fetcher.peers_rate.bytes_per_s = 1.0, 1e9
+        store.core.state.hints.remember(hashes[0], [(other.node_id, 6)])
+    jobs = [store.worker.client.load(hashes, list(range(HALF, HALF + 6))) for store in stores]
+    assert [job.result(SOON_S).num_blocks for job in jobs] == [6, 6]
+
+
 def test_many_peers_loads_of_one_chain(start, cluster, reads):
     store, other = start("a"), start("b")
     hashes = cluster.hashes(12)
@@ -152,3 +204,80 @@ def test_a_drained_node_gives_from_its_disk_until_it_is_closed(start, cluster):
     store.core.undrain()
     wait_until(lambda: located(other, hashes) == {"a": 6})
     assert other.load(hashes).num_blocks == 6
+
+
+def test_a_peer_that_left_while_blocks_came_from_the_disk_gets_no_lease(start, cluster, reads):
+    store, other = start("a", call_timeout_s=SOON_S), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+    with reads.held():
+        job = other.worker.client.load(hashes, list(range(HALF, HALF + 6)))
+        wait_until(lambda: reads.num_waiting)
+        theirs = peers_of(store)
+        other.core.state.peers.failed("a")  # It closes the connection.
+        wait_until(lambda: all(connection.closed for connection in theirs))
+        assert job.result(SOON_S).num_blocks == 0
+    store.settle()
+    assert store.core.pool.lookup(hashes) == 6, "what came is kept"
+
+
+def test_a_node_that_is_closed_while_blocks_come_from_the_disk_grants_nothing(start, cluster, reads):
+    store, other = start("a", call_timeout_s=SOON_S), start("b", call_timeout_s=SOON_S)
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+    with reads.held():
+        job = other.worker.client.load(hashes, list(range(HALF, HALF + 6)))
+        wait_until(lambda: reads.num_waiting)
+        assert not store.core.drain(0.0)["is_drained"]
+    assert job.result(SOON_S).num_blocks == 0
+    store.settle()
+    assert store.core.drain(SOON_S)["is_drained"]
+
+
+def test_blocks_of_another_size_than_the_peer_knows_are_misses(start, cluster):
+    """This life knows the namespace from the disk only, and the peer has blocks of another size under its name."""
+    store, other = start("a", block_bytes=4096), start("b", block_bytes=4096)
+    hashes = cluster.hashes(4)
+    store.save(hashes)
+    store.stop()
+    store.core = cluster.add("a", **store.settings)
+    store.disk = store.core.state.disk
+    cluster.worker("a", 1, space=Namespace(model="another", shape=SHAPE))
+    wait_until(lambda: located(other, hashes) == {"a": 4})
+    for block_bytes, wanted in ((2048, 0), (1024, 4)):
+        began = PeerLease(
+            chain=hashes, block_bytes=block_bytes, slot_format=BLOCK_ORDER_VERSION, namespace_version=0, ttl_s=5.0
+        )
+        grant = other.core.state.peers.get("a").lease(began, SOON_S)
+        assert len(grant.slots) == wanted
+    store.core.state.pool_service.current.expire(float("inf"))
+
+
+def test_a_node_that_was_drained_before_its_first_client_announces_nothing(start, cluster):
+    store, other = start("a"), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    store.stop()
+    store.core = cluster.add("a", **store.settings)
+    store.disk = store.core.state.disk
+    assert store.core.drain(0.0)["is_drained"]
+    cluster.client("a")
+    wait_until(lambda: not store.disk.is_off)
+    told = threading.Event()
+    store.core.state.hints.publish_soon(told.set)
+    assert told.wait(SOON_S)
+    assert located(other, hashes) == {}
+    store.core.undrain()
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+
+
+def test_a_node_whose_disk_hangs_while_it_writes_can_be_drained(start, cluster, writes):
+    store = start("a", disk_timeout_s=0.1)
+    with writes.held():
+        store.save(cluster.hashes(6), is_written=False)
+        wait_until(lambda: writes.num_waiting and store.disk.is_off)
+        assert store.core.drain(SOON_S)["is_drained"]

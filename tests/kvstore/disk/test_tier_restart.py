@@ -6,9 +6,11 @@ import threading
 import pytest
 from disk_store import SOON_S, checksum, flip, records_of, wait_until
 
+from kvstore.config import StoreConfig
 from kvstore.disk import tier as module
 from kvstore.disk.folder import INDEX, LABEL, LOCK, SLOTS, VERSIONS
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
+from kvstore.node.core import NodeCore
 from kvstore.runtime import clock
 
 STRIDE = 2 * PAGE_BYTES
@@ -251,3 +253,20 @@ def test_blocks_that_an_earlier_life_knew_with_another_size_are_misses(start, cl
     wait_until(lambda: disk.pool.lookup(hashes) == 0)
     core.pool.check_integrity()
     disk.pool.check_integrity()
+
+
+def test_a_store_that_cannot_begin_lets_its_folder_go(start, cluster, monkeypatch):
+    def refuse(control, path, host):
+        raise OSError("no port is free")
+
+    store, hashes = start(), cluster.hashes(6)
+    store.save(hashes)
+    store.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.node.dispatch.NodeControl.start", refuse)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no port"):
+                NodeCore("a", StoreConfig(**store.settings), "127.0.0.1", cluster.resolve, cluster.directory.address)
+    store.begin()
+    assert store.folder.name == "default-0"
+    assert store.load(hashes).num_disk == 6

@@ -294,3 +294,12 @@ def test_a_namespace_with_a_space_of_its_own(start, cluster):
     assert worker.load(own, range(20, 24)).num_disk == 4
     assert [worker.block(20 + at) for at in range(4)] == [worker.block(10 + at) for at in range(4)]
     assert store.load(hashes).num_disk == 4
+
+
+def test_a_budget_that_is_smaller_than_a_turn_is_used(start, cluster, in_one_turn):
+    """Three blocks an hour, and saves of six: three of them are written, not none."""
+    store = start(disk_write_bytes_per_day=24 * 3 * 2 * PAGE_BYTES)
+    store.save(cluster.hashes(6), is_written=False)
+    wait_until(lambda: store.dropped("budget") == 3)
+    assert store.num("num_written") == 3
+    store.settle()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
+from kvstore.node.peer_service import PeerControl
 from kvstore.remote.messages import PeerLease, decode_peer_grant
 from kvstore.rpc.connect import connect_remote
 from kvstore.rpc.framing import Op
@@ -181,3 +184,44 @@ def test_bytes_of_a_peer_that_are_no_request_change_nothing(core, connect, lease
         peer.call(op, payload, timeout_s=2.0)
     assert core.pool.stats() == before
     assert core.pool.num_leases() == 1
+
+
+def test_the_mover_is_told_the_last_number_of_leases_last():
+    """A lease may begin on a thread of the disk while another one ends: else the mover would wait for neither."""
+    told, threads = [], []
+
+    class Mover:
+        def expect_notifications(self, num_leases):
+            if num_leases == 0:
+                # Just now another thread grants a lease; it has time to be first.
+                threads.append(threading.Thread(target=control.began, args=(2, 1e9)))
+                threads[0].start()
+                threads[0].join(0.2)
+            told.append(num_leases)
+
+    control = PeerControl(SimpleNamespace(mover=Mover(), pool_service=None), lambda: None)
+    control.began(1, 1e9)
+    control.ended(1)
+    threads[0].join(5.0)
+    assert told == [1, 0, 1]
+
+
+def test_blocks_stored_after_a_clearing_are_not_granted_under_the_version_before(cluster, core, connect):
+    """The clearing comes on another thread, just when the version was compared."""
+    pool, service, original, done = core.pool, core.state.pool_service, core.pool.pin_prefix, []
+
+    def pin_prefix(chain, owner, deadline_s, lease_id=0):
+        if owner.startswith("store-") and not done:
+            done.append(service.clear(chain.namespace))
+            ticket = pool.prepare_store(chain, "new weights")
+            pool.complete_store(ticket.write_id, "new weights")
+        return original(chain, owner, deadline_s, lease_id)
+
+    pool.pin_prefix = pin_prefix
+    wanted = PeerLease(
+        chain=cluster.hashes(NUM_BLOCKS), block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=60.0
+    )
+    grant = decode_peer_grant(connect(ONE).call(Op.PEER_LEASE, encode(wanted), timeout_s=2.0))
+    assert done == [NUM_BLOCKS]
+    assert (grant.namespace_version, len(grant.slots), grant.lease_id) == (1, 0, 0)
+    assert pool.num_leases() == 0
