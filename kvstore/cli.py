@@ -225,7 +225,7 @@ def doctor(
     Two processes move bytes, and a small store with a Ray of its own runs for a moment, unless --no-idle is given.
     Nothing is changed. Exit status 1 when a row says fail.
     """
-    from kvstore.actors.diagnose import check_idle, check_roundtrip, ray_checks
+    from kvstore.actors.doctor.diagnose import check_idle, check_roundtrip, ray_checks
 
     if disk_path and not roundtrip:
         raise click.UsageError("--disk-path is for --roundtrip; give both")

@@ -1,6 +1,6 @@
 """Checks of what this machine can do for a store, by trying; each finding has its remedy.
 
-Nothing here needs Ray; checks that do are in kvstore.actors.diagnose. Nothing is changed on the machine.
+Nothing here needs Ray; checks that do are in kvstore.actors.doctor.diagnose. Nothing is changed on the machine.
 """
 
 from __future__ import annotations

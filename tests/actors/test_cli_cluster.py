@@ -123,7 +123,7 @@ def test_a_store_that_its_supervisor_cannot_answer_for_is_stopped(ray_cluster, n
 
 
 def test_an_address_that_does_not_answer_is_a_finding():
-    from kvstore.actors import diagnose
+    from kvstore.actors.doctor import diagnose
 
     check = diagnose.check_cluster("127.0.0.1:1")
     assert check.status.value == "fail"
@@ -132,7 +132,7 @@ def test_an_address_that_does_not_answer_is_a_finding():
 
 
 def test_the_token_file_is_looked_for_and_not_read(monkeypatch, tmp_path):
-    from kvstore.actors import diagnose
+    from kvstore.actors.doctor import diagnose
 
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
@@ -152,7 +152,7 @@ def test_the_token_file_is_looked_for_and_not_read(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("percent", "status"), [(0.9, "ok"), (1.0, "warn")])
 def test_three_percent_of_a_core_is_the_limit_when_idle(monkeypatch, percent, status):
-    from kvstore.actors import diagnose
+    from kvstore.actors.doctor import diagnose
 
     seen = dict.fromkeys(("store", "mover", "client"), percent)
     monkeypatch.setattr(diagnose, "_ask", lambda *_: seen)

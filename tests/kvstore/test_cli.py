@@ -400,7 +400,7 @@ def test_a_supervisor_that_is_away_is_said_and_is_no_failure(monkeypatch):
 
 
 def checks(monkeypatch, *found: Check) -> None:
-    from kvstore.actors import diagnose
+    from kvstore.actors.doctor import diagnose
 
     idle = Check(name="Idle cost", status=Status.OK, found="1 %")
     monkeypatch.setattr(cli, "machine_checks", lambda: [("a look", lambda check=c: check) for c in found])
@@ -435,7 +435,7 @@ def test_doctor_prints_one_json_list(monkeypatch):
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "0", "1e9"])
 def test_doctor_measures_for_a_time_that_can_pass(monkeypatch, seconds):
-    from kvstore.actors import diagnose
+    from kvstore.actors.doctor import diagnose
 
     checks(monkeypatch, GOOD)
     monkeypatch.setattr(diagnose, "check_idle", lambda seconds: pytest.fail("nothing is measured"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.actors.diagnose import check_roundtrip, judge_cluster
+from kvstore.actors.doctor.diagnose import check_roundtrip, judge_cluster
 from kvstore.tools.doctor import Status
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]

@@ -1,7 +1,7 @@
 """Checks of `kvstore doctor` on Ray and on the cost of an idle store, each in a child process.
 
 A process can be connected to one Ray only, and an address that does not answer can block for long. So a child
-(`python -m kvstore.actors.diagnose`) asks each question, and answers with one line of JSON.
+(`python -m kvstore.actors.doctor.diagnose`) asks each question, and answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _private_ray() -> Iterator[tuple[dict[str, str], str]]:
 def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
     root = str(Path(kvstore.__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "kvstore.actors.diagnose", *words]
+    command = [sys.executable, "-m", "kvstore.actors.doctor.diagnose", *words]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -306,7 +306,7 @@ def _main(words: list[str]) -> dict[str, Any]:
 
     try:
         if words[0] == "roundtrip":
-            from kvstore.actors.roundtrip import take_round
+            from kvstore.actors.doctor.roundtrip import take_round
 
             return take_round(words[1])
         return _measure_idle(float(words[1])) if words[0] == "idle" else _look_at_cluster(words[1])

@@ -1,0 +1,1 @@
+"""Behind `kvstore doctor`: checks that need Ray, each in a child process."""
