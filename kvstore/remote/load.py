@@ -93,8 +93,9 @@ class Load:
         self.is_ended = is_last
         if is_last:
             self.on_end()
-        num_came = max(self.num_ready - self.report.num_local, 0)
-        # The disk may have brought more than the budget of pins has room for.
-        self.report.num_disk = min(self.report.num_disk, num_came)
-        self.report.num_peer = num_came - self.report.num_disk
+            num_came = max(self.num_ready - self.report.num_local, 0)
+            # The disk may have brought more than the budget of pins has room for. Before the last piece it may have
+            # brought blocks that are told next.
+            self.report.num_disk = min(self.report.num_disk, num_came)
+            self.report.num_peer = num_came - self.report.num_disk
         self.send(Progress(self.lease_id, first, packed_slots, self.report if is_last else None))

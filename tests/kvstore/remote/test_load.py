@@ -33,6 +33,27 @@ def test_what_became_readable_is_pinned_and_told():
     ]
 
 
+def test_blocks_of_the_disk_that_are_told_later_are_counted_as_those_of_the_disk():
+    """Two pieces come at once: the second is counted before the first is told."""
+    pool, told = Pool(8), []
+    load = load_of(pool, [0], told)
+    store(pool, "abc")
+    load.report.num_disk = 3
+    load.pin_more(limit=2)
+    load.pin_more()
+    assert (load.report.num_disk, load.report.num_peer) == (3, 0)
+
+
+def test_blocks_of_the_disk_that_found_no_room_among_the_pins_are_not_counted():
+    pool, told = Pool(8), []
+    load = load_of(pool, [0], told)
+    store(pool, "ab")
+    load.report.num_disk = 3
+    load.pin_more()
+    load.end("pool_full")
+    assert (load.report.num_disk, load.report.num_peer) == (2, 0)
+
+
 def test_blocks_that_were_stored_after_a_clearing_are_not_told_though_they_were_pinned():
     pool, told = Pool(8), []
     load = load_of(pool, [0], told)
