@@ -301,5 +301,5 @@ def test_a_budget_that_is_smaller_than_a_turn_is_used(start, cluster, in_one_tur
     store = start(disk_write_bytes_per_day=24 * 3 * 2 * PAGE_BYTES)
     store.save(cluster.hashes(6), is_written=False)
     wait_until(lambda: store.dropped("budget") == 3)
-    assert store.num("num_written") == 3
     store.settle()
+    assert store.num("num_written") == 3
