@@ -111,70 +111,59 @@ class DiskTier:
             changed: called when blocks became findable on the disk, or no longer are.
         """
         with self._beginning:
-            if not self._is_stopped:
-                self._attach(memory_pool, memory, slot_bytes, presence, num_bytes_of, version_of, changed)
-
-    def _attach(
-        self,
-        memory_pool: Pool,
-        memory: memoryview,
-        slot_bytes: int,
-        presence: PresenceCounts,
-        num_bytes_of: Callable[[bytes], int],
-        version_of: Callable[[bytes], int],
-        changed: Callable[[], object],
-    ) -> None:
-        num_slots = self._config.disk_capacity_bytes // (PAGE_BYTES + slot_bytes + RECORD_BYTES)
-        try:
-            if num_slots < 2:
-                raise ConfigError(
-                    f"disk_capacity_bytes: wanted room for at least 2 blocks of {slot_bytes} bytes, got "
-                    f"{self._config.disk_capacity_bytes}; raise it"
-                )
-            label, self.note = self._folder.begin(slot_bytes, num_slots)
-            slots = SlotFile(self._folder.path / SLOTS, slot_bytes, num_slots)
+            if self._is_stopped:
+                return
+            num_slots = self._config.disk_capacity_bytes // (PAGE_BYTES + slot_bytes + RECORD_BYTES)
             try:
-                index = IndexFile(self._folder.path / INDEX, bytes.fromhex(label.tier_id), num_slots)
-            except BaseException:
-                slots.close()
-                raise
-        except (OSError, ConfigError) as error:
-            self.why_off = f"the disk tier cannot begin: {error}"
-            logger.error("%s; the store serves without it", self.why_off)
-            return
-        if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
-            self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
-        if self.note:
-            logger.info("disk tier %s: %s", self._folder.path, self.note)
-        pool = Pool(num_slots, presence=presence)
-        self._context = TierContext(
-            tier_id=bytes.fromhex(label.tier_id),
-            memory_pool=memory_pool,
-            memory=memory,
-            disk_pool=pool,
-            places=Places(num_slots),
-            slots=slots,
-            index=index,
-            num_bytes_of=num_bytes_of,
-            version_of=version_of,
-            changed=changed,
-        )
-        threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
-        self._threads = threads
-        self._reader = Reader(self._context, self._threads)
-        self._writer = Writer(
-            self._context,
-            num_bytes_of,
-            min(_MOST_QUEUED, max(memory_pool.num_slots, 1)),
-            self._config.disk_admission == "second_use",
-            WriteBudget(self._config.disk_write_bytes_per_day, clock.now_s()),
-            self._config.disk_sync,
-            self._versions.save,
-            self._threads.write_soon,
-            lambda: threads.is_off,
-        )
-        self.pool = pool
-        self._threads.start()
+                if num_slots < 2:
+                    raise ConfigError(
+                        f"disk_capacity_bytes: wanted room for at least 2 blocks of {slot_bytes} bytes, got "
+                        f"{self._config.disk_capacity_bytes}; raise it"
+                    )
+                label, self.note = self._folder.begin(slot_bytes, num_slots)
+                slots = SlotFile(self._folder.path / SLOTS, slot_bytes, num_slots)
+                try:
+                    index = IndexFile(self._folder.path / INDEX, bytes.fromhex(label.tier_id), num_slots)
+                except BaseException:
+                    slots.close()
+                    raise
+            except (OSError, ConfigError) as error:
+                self.why_off = f"the disk tier cannot begin: {error}"
+                logger.error("%s; the store serves without it", self.why_off)
+                return
+            if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
+                self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
+            if self.note:
+                logger.info("disk tier %s: %s", self._folder.path, self.note)
+            pool = Pool(num_slots, presence=presence)
+            self._context = TierContext(
+                tier_id=bytes.fromhex(label.tier_id),
+                memory_pool=memory_pool,
+                memory=memory,
+                disk_pool=pool,
+                places=Places(num_slots),
+                slots=slots,
+                index=index,
+                num_bytes_of=num_bytes_of,
+                version_of=version_of,
+                changed=changed,
+            )
+            threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
+            self._threads = threads
+            self._reader = Reader(self._context, self._threads)
+            self._writer = Writer(
+                self._context,
+                num_bytes_of,
+                min(_MOST_QUEUED, max(memory_pool.num_slots, 1)),
+                self._config.disk_admission == "second_use",
+                WriteBudget(self._config.disk_write_bytes_per_day, clock.now_s()),
+                self._config.disk_sync,
+                self._versions.save,
+                self._threads.write_soon,
+                lambda: threads.is_off,
+            )
+            self.pool = pool
+            self._threads.start()
 
     def admit_old(self) -> int:
         """Make the blocks of an earlier store findable, and begin to write new ones. Return the number of the first.

@@ -95,19 +95,15 @@ class PeerControl:
             if num_disk := service.lookup_disk(wanted.chain, num_local)[0]:
                 self._bring(connection, message, wanted, num_local + num_disk)
                 return None
-        return self._granted(owner, wanted)
+        return encode(self._grant(owner, wanted))
 
     def _bring(self, connection: Connection, message: Message, wanted: PeerLease, num_blocks: int) -> None:
         """Bring blocks of this node's disk into its memory, and answer then: peers read memory only.
 
         Half of the time that the peer waits is the limit; what has come until then is granted.
         """
-        state, service, numbers = self._state, self._service, self._numbers
-        chain, owner, asked = (
-            wanted.chain.head(num_blocks),
-            f"bring-{next(numbers)}",
-            (connection, message.op, message.request),
-        )
+        state, service, asked = self._state, self._service, (connection, message.op, message.request)
+        chain, owner = wanted.chain.head(num_blocks), f"bring-{next(self._numbers)}"
         namespace, deadline_s = chain.namespace, clock.now_s() + state.config.call_timeout_s / 2
         version_now = partial(state.versions.get, namespace)
         version, pool = version_now(), service.current  # The version before the pin.
@@ -136,9 +132,6 @@ class PeerControl:
             may_ask_peers=False,
         )
         state.fetcher.begin(load)
-
-    def _granted(self, owner: str, wanted: PeerLease) -> bytes:
-        return encode(self._grant(owner, wanted))
 
     def _grant(self, owner: str, wanted: PeerLease) -> PeerGrant:
         """Lease what is in memory to a peer."""
