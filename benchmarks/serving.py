@@ -1,6 +1,6 @@
 """What a store gives a serving engine: real vLLM on this machine's CPU, with this store and beside vLLM's own ways.
 
-Three parts, each with all its engines in one run and in turns, so that what else the machine does falls on all alike;
+Four parts, each with all its engines in one run and in turns, so that what else the machine does falls on all alike;
 engines that are not asked are stopped meanwhile (SIGSTOP), because an idle one may spin.
 
 1. Time to first token of new prompts (cold) and of ones seen before (warm, some times each): without any cache, with
@@ -9,6 +9,8 @@ engines that are not asked are stopped meanwhile (SIGSTOP), because an idle one 
 2. Conversations with one system prompt, more of them than the engine's cache holds.
 3. A prompt prefilled by one engine and decoded by another, on each lane: through the stores of two nodes, by hand-off
    (`ticket`, nothing is saved), and with vLLM's NixlConnector. Timed is the second engine, from request to token.
+4. Time to first token with a disk tier and without: of new prompts, and of those that only the disk still has
+   (`serving_disk`).
 
 In every other round the engines are asked in the opposite order. Two ways are compared prompt by prompt, and the ratio
 of a run is the median of those (`serving_report.paired`).
@@ -33,7 +35,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks import serving_gpu
+from benchmarks import serving_disk, serving_gpu
 from benchmarks.serving_engine import BLOCK_SIZE, CACHE_TOKENS, VOCABULARY, Engines, save_model
 from benchmarks.serving_report import Found, Rows, ratios, show, spread
 from kvstore.tools.documents import as_document
@@ -46,7 +48,7 @@ HANDOFF_TOKENS = 1500
 NUM_CONVERSATIONS, NUM_TURNS = 6, 3
 SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 512, 256, 16
 STORE_BYTES = 1 << 30
-PARTS = ("first-tokens", "conversations", "hand-offs")
+PARTS = ("first-tokens", "conversations", "hand-offs", "disk")
 LANES = ("default", "tcp")
 
 Say = Callable[[str], None]
@@ -212,6 +214,22 @@ def measure(
                     keep(first_tokens(engines, num_tokens, rounds * (max(lengths) // num_tokens), say))
                 if "conversations" in parts:
                     keep(conversations(engines, max(1, rounds - 1), say))
+        if "disk" in parts:
+            say("stores with and without a disk tier")
+            capacity_bytes = serving_disk.NUM_IN_MEMORY * max(lengths) * serving_disk.TOKEN_BYTES[dtype]
+            tier = {"disk_path": f"{folder}/kv", "disk_capacity": serving_disk.DISK_BYTES}
+            stores = {}
+            for name in serving_disk.WAYS:
+                stores[name] = kvstore.start(capacity_bytes, name=name, **(tier if name == "disk" else {}))
+                held.callback(stores[name].stop)
+            ways = {name: (_raykv(address, nodes[0], name), {}, own) for name in stores}
+            with contextlib.closing(Engines(model, ways)) as engines:
+                for num_tokens in lengths:
+                    share = max(lengths) // num_tokens
+                    left_out = serving_disk.NUM_LEFT_OUT * share
+                    keep(serving_disk.first_tokens(
+                        engines, stores, num_tokens, left_out + rounds * share, left_out, say
+                    ))  # fmt: skip
         for lane in LANES if "hand-offs" in parts else ():
             say(f"engines for hand-offs over {lane}")
             ways = {}

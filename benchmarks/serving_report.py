@@ -58,6 +58,14 @@ def ratios(rows: Rows) -> Rows:
             {"ratio": "cold / no connector", "num_tokens": num_tokens, **paired(cold, own)},
             {"ratio": "cold / no connector, no prefix cache", "num_tokens": num_tokens, **paired(cold, none)},
         ]
+    for num_tokens in sorted({row["num_tokens"] for row in rows if row["what"] == "disk tier"}):
+        at = {"what": "disk tier", "num_tokens": num_tokens}
+        computed = ms(**at, way="memory", state="cold")
+        found.append({"ratio": "cold: disk tier / none", "num_tokens": num_tokens,
+                      **paired(ms(**at, way="disk", state="cold"), computed)})  # fmt: skip
+        old = ms(**at, way="disk", state="from disk")
+        found.append({"ratio": "from disk / recompute", "num_tokens": num_tokens,
+                      **paired(old, computed[: len(old)])})  # fmt: skip
     talks = {row["way"]: row for row in rows if row["what"] == "conversations"}
     for way in sorted(talks.keys() - {"raykv"}):
         found.append(
