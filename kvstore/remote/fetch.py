@@ -250,12 +250,21 @@ class Fetcher:
             slot_format=BLOCK_ORDER_VERSION,
             namespace_version=load.version,
             ttl_s=ttl_s,
+            within_s=call_s(config, load.deadline_s),
         )
         with PeerRead(self._context, load, peer, chain, until_s) as read:
             if is_quarantine_full(load.pool, config.max_quarantined_fraction):
                 return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
             load.report.num_lease_calls += 1
-            grant = peer.lease(wanted, call_s(config, load.deadline_s), lambda: read.claim_first(num_hinted))
+            connection = self._peers.take_spare(peer)
+            try:
+                grant = peer.lease(connection, wanted, lambda: read.claim_first(num_hinted))
+            except TransferTimeout:
+                if peer.is_silent(config.call_timeout_s):
+                    raise
+                return f"timeout: node {node_id} did not answer in the {wanted.within_s:.1f} s that this load gave it"
+            finally:
+                self._peers.keep_spare(peer, connection)
             if grant.epoch != peer.epoch:
                 self._peers.failed(node_id)
                 return "peer_lost"
