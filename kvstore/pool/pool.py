@@ -314,6 +314,21 @@ class Pool:
             calls = self.watches.take_calls()
         return _after(calls, num_lost)
 
+    def free_names(self, write_id: int, owner: str) -> int:
+        """Let others write the unpublished blocks of a write; return the number of their slots.
+
+        For a writer that may write to the slots for an unknown time: it keeps them until it completes or aborts the
+        write, as after a clearing, and publishes nothing of it. No effect on a write that has ended.
+
+        Raises:
+            InvalidRequest: the write is one of several parts; nothing changed.
+        """
+        with self._step("free_names"):
+            write = self.writes.find(write_id, owner, None, None)
+            num_slots = 0 if write is None else self.writes.free_names(write)
+            calls = self.watches.take_calls()
+        return _after(calls, num_slots)
+
     def watch(self, chain: BlockHashes, then: Callable[[int], None]) -> int:
         """Be told how many leading blocks of a run are here, once that depends on no other writer any more.
 

@@ -353,3 +353,37 @@ def test_peers_are_answered_in_time_though_all_threads_that_read_for_them_are_bu
         assert [job.result(2 * SOON_S).num_blocks for job in jobs] == [0] * 4
         assert other.core.state.peers.failures == {}
     store.settle()
+
+
+def test_blocks_that_hang_on_the_own_disk_come_from_another_node(start, cluster, reads):
+    """Also for the load that asked its own disk first, as long as it has time left."""
+    store, other = start("a", disk_timeout_s=0.2, transfer_timeout_s=SOON_S), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+    assert other.load(hashes).num_peer == 6
+    wait_until(lambda: located(store, hashes).get("b") == 6)
+    store.empty_memory()
+    with reads.held():
+        result = store.load(hashes)
+        assert (result.num_blocks, result.num_peer, result.num_disk, result.peers) == (6, 6, 0, ("b",))
+        assert store.load(hashes).num_local == 6
+        assert store.core.pool.stats().num_writing == 6, "the slots that the disk may still write to"
+    store.settle()
+    assert store.core.pool.stats().num_writing == 0
+    assert store.load(hashes).num_local == 6
+
+
+def test_later_loads_of_blocks_that_hang_on_the_own_disk_ask_another_node(start, cluster, reads):
+    """Nobody waits for the read any more when the disk is found to hang."""
+    store, other = start("a", disk_timeout_s=0.5), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    assert other.load(hashes).num_peer == 6
+    wait_until(lambda: located(store, hashes).get("b") == 6)
+    store.empty_memory()
+    with reads.held():
+        assert store.load(hashes, timeout_s=0.1).num_blocks == 0
+        wait_until(lambda: store.disk.is_off and store.stats()["num_trips"])
+        wait_until(lambda: store.load(hashes).num_peer == 6)
+    store.settle()
