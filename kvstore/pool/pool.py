@@ -97,6 +97,11 @@ class Pool:
         with self._step("lookup"):
             return self.table.index.num_ready(chain.namespace, chain.data)
 
+    def is_being_written(self, chain: BlockHashes) -> bool:
+        """Return whether the first block of the run is being written, so that `watch` would wait."""
+        with self._lock:
+            return chain.hash_at(0) in self.table.index.space_of(chain.namespace).writing
+
     def pin_prefix(self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
 

@@ -37,17 +37,20 @@ class Client:
 
     def __init__(self, known, says_absent=False):
         self.known, self.asked, self.gate, self.says_absent = known, [], threading.Event(), says_absent
+        #: How long each lookup may wait for saves; None is the store's setting.
+        self.save_waits_s = []
         self.gate.set()
 
     def is_surely_absent(self, hashes, *, remote=True):
         assert len(hashes) == 1, "the first block decides"
         return self.says_absent and hashes != self.known[:1]
 
-    def lookup(self, hashes, *, remote=True, timeout_s=None, meanwhile=None):
+    def lookup(self, hashes, *, remote=True, timeout_s=None, meanwhile=None, save_wait_s=None):
         assert self.gate.wait(5)
         if meanwhile is not None:
             meanwhile()
         self.asked.append(len(hashes))
+        self.save_waits_s.append(save_wait_s)
         pairs = zip(hashes, self.known, strict=False)
         return Match(num_local=next((at for at, (a, b) in enumerate(pairs) if a != b), len(hashes)))
 

@@ -52,7 +52,7 @@ def test_a_hole_in_memory_is_filled(stored):
     assert store.core.pool.discard(middle) == 2
     store.check()
     result = store.load(hashes)
-    assert (result.num_blocks, result.num_local, result.num_disk) == (12, 4, 2)
+    assert (result.num_blocks, result.num_local, result.num_disk, result.num_peer) == (12, 10, 2, 0)
 
 
 def test_a_load_of_nothing_reads_nothing(stored, reads):
@@ -358,9 +358,26 @@ def test_many_loads_of_one_chain_read_it_once(stored, reads):
     results = [job.result(SOON_S) for job in jobs]
     assert [result.num_blocks for result in results] == [12] * 12
     assert store.num("num_read") == 12
+    # One load had them read; the others found them in memory, and none came from another node.
+    assert sorted((result.num_local, result.num_disk) for result in results) == [(0, 12)] + [(12, 0)] * 11
+    assert [result.num_peer for result in results] == [0] * 12
     for at in range(12):
         assert store.worker.block(HALF + at) == store.saved[hashes[at]]
     store.settle()
+
+
+def test_a_lookup_does_not_wait_for_what_comes_from_the_disk(start, cluster, reads):
+    """It counts as a block of the disk at once."""
+    store = start(save_wait_s=2 * SOON_S, call_timeout_s=16 * SOON_S)
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    store.empty_memory()
+    with reads.held():
+        job = store.worker.client.load(hashes, list(range(HALF, HALF + 6)))
+        wait_until(lambda: reads.num_waiting)
+        assert store.cluster.client("a").lookup(hashes).num_disk == 6
+        assert not job.done()
+    assert job.result(SOON_S).num_disk == 6
 
 
 def test_loads_of_chains_that_fork(start, cluster):
