@@ -94,6 +94,15 @@ def test_a_new_prompt_is_known_after_its_first_block_and_hashed_behind_those_tha
     assert new.hashes == parts.space.block_hashes(range(1, 200 * SIZE))
 
 
+def test_one_question_waits_for_what_is_being_saved_but_not_twice_for_the_same(make, parts, eventually):
+    client = Client(parts.space.block_hashes([*range(4 * SIZE), *range(100, 100 + SIZE)]))
+    question = make.question(list(range(5 * SIZE)))
+    make.lookups(client).ask(question)
+    eventually(lambda: question.done, 5)
+    assert (question.num_blocks, client.asked) == (4, [1, 5, 5])
+    assert client.save_waits_s == [None, None, 0.0]
+
+
 def test_hashes_for_saves_leave_the_step_after_an_answer_alone_and_questions_do_not_hold_them_up_for_ever(
     make, parts, monkeypatch
 ):
