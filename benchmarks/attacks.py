@@ -33,6 +33,7 @@ from kvstore.remote.messages import PeerLease
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local, connect_remote
 from kvstore.rpc.framing import HEADER, Op
+from kvstore.rpc.messages import AskLookup
 from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
@@ -73,7 +74,7 @@ def look_up(path: str) -> None:
     """Be the healthy client: a time for each lookup, all of them told when a line is read."""
     client, fd = connect_local(path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=WITHIN_S)
     fd.close()
-    times_ms, question = list[float](), CHAIN.encode()
+    times_ms, question = list[float](), encode(AskLookup(CHAIN, WITHIN_S, 0.0))
     while True:
         began_s = time.perf_counter()
         client.call(Op.LOOKUP, question, timeout_s=WITHIN_S)
@@ -217,7 +218,9 @@ def long_chains(target: Target, port: str, until_s: float) -> None:
     while time.monotonic() < until_s:
         for num_hashes in (250_000, 2_000_000):
             chain = BlockHashes(NAMESPACE, NAMESPACE, 0, os.urandom(32) * num_hashes)
-            lease = PeerLease(chain=chain, block_bytes=BLOCK_BYTES, slot_format=1, namespace_version=0, ttl_s=1.0)
+            lease = PeerLease(
+                chain=chain, block_bytes=BLOCK_BYTES, slot_format=1, namespace_version=0, ttl_s=1.0, within_s=1.0
+            )
             with contextlib.suppress(KVStoreError), contextlib.closing(target.peer()) as peer:
                 peer.call(Op.PEER_LEASE, encode(lease), timeout_s=WITHIN_S)
 

@@ -19,7 +19,7 @@ from kvstore.bounds import MIN_BLOCK_BYTES, clip
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 #: Names of eviction policies, the default first; kvstore.pool.eviction.make has the policies.
 EVICTION_POLICIES = ("learned", "lru")
@@ -79,6 +79,7 @@ class StoreConfig:
         lease_margin_s: a reader treats a lease as expired this long before its deadline.
         transfer_timeout_s: after this long, a transfer that is not terminal is abandoned.
         call_timeout_s: how long one control call may take.
+        save_wait_s: how long a lookup, or a load, waits for blocks that are being saved on its node; 0 for not at all.
         max_pinned_fraction: share of the slots that leases may hold at once.
         max_hard_pinned_fraction: share of the slots that hard pins may hold at once.
         max_handoff_fraction: share of the slots that published hand-offs may hold at once.
@@ -108,6 +109,7 @@ class StoreConfig:
     lease_margin_s: float = 0.5
     transfer_timeout_s: float = 10.0
     call_timeout_s: float = 5.0
+    save_wait_s: float = 0.05
     max_pinned_fraction: float = 0.9
     max_hard_pinned_fraction: float = 0.5
     max_handoff_fraction: float = 0.5
@@ -148,6 +150,8 @@ class StoreConfig:
             most_s = _MAX_LEASE_S if field == "lease_ttl_s" else _MAX_S
             if not 0 < getattr(self, field) <= most_s:
                 raise ConfigError(f"{field}: wanted more than 0 seconds, up to {most_s:g}, got {getattr(self, field)}")
+        if not 0 <= self.save_wait_s <= _MAX_S:
+            raise ConfigError(f"save_wait_s: wanted 0 to {_MAX_S:g} seconds, got {self.save_wait_s}")
         if self.lease_ttl_s <= 2 * self.lease_margin_s:
             raise ConfigError(
                 f"lease_ttl_s: wanted more than twice lease_margin_s={self.lease_margin_s}, got {self.lease_ttl_s}"

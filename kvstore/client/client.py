@@ -28,11 +28,13 @@ from kvstore.engine.registration import make_copier
 from kvstore.engine.side_tensors import detect_sides
 from kvstore.errors import InvalidRequest
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import Ask, decode_found_by_store, decode_held
+from kvstore.rpc.messages import AskLookup, decode_found_by_store, decode_held
 from kvstore.runtime import clock
 
 #: The directory may take this share of a lookup's time; the rest is for the answer without the directory.
 _REMOTE_SHARE = 0.8
+#: The wait for saves may take this share of it, before the directory is asked.
+_SAVES_SHARE = 0.25
 
 
 class Client:
@@ -119,8 +121,11 @@ class Client:
         remote: bool = True,
         timeout_s: float | None = None,
         meanwhile: Callable[[], None] | None = None,
+        save_wait_s: float | None = None,
     ) -> Match:
         """Return how many blocks of a chain each node stores. No side effect.
+
+        Blocks that are being saved on this node are waited for, for a moment.
 
         Args:
             hashes: a run of a chain.
@@ -128,6 +133,9 @@ class Client:
             timeout_s: limit for the answer; the configured one when None. An engine's scheduler passes a small one and
                 treats TransferTimeout as "nothing found".
             meanwhile: called while the answer is on its way.
+            save_wait_s: how long the blocks that a save on this node is writing are waited for, up to a quarter of
+                `timeout_s`. The setting `save_wait_s` when None; 0 for not at all. If none is being written, nothing is
+                waited for.
 
         Returns:
             The prefix that each node has alone. A load can deliver more than the longest: it combines nodes.
@@ -144,8 +152,9 @@ class Client:
         if meanwhile is not None:
             check_callable("meanwhile", meanwhile)
         self._store.check_open()
+        wait_s = self.config.save_wait_s if save_wait_s is None else check_seconds("save_wait_s", save_wait_s)
         op = Op.LOOKUP_ALL if remote else Op.LOOKUP
-        payload = encode(Ask(chain, _REMOTE_SHARE * limit_s)) if remote else chain.encode()
+        payload = encode(AskLookup(chain, _REMOTE_SHARE * limit_s, min(wait_s, _SAVES_SHARE * limit_s)))
         until_s = clock.now_s() + limit_s
         connection = lookups.take(limit_s)
         try:

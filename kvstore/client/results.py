@@ -61,15 +61,15 @@ class LoadResult:
     Args:
         num_blocks: usable prefix: blocks [0, num_blocks) of the hashes hold the right bytes, skipped blocks included.
         failed: one entry for each other block.
-        num_local: blocks that were in this node's memory.
-        num_peer: blocks that were fetched from other nodes.
+        num_local: blocks that were in this node's memory, or were brought there meanwhile by saves or for other loads.
+        num_peer: blocks that were fetched from other nodes for this load.
         peers: the nodes they came from.
         num_bytes: bytes that crossed between nodes for this load.
         num_descriptors: NIXL descriptors that their READs needed, after merging neighbours.
         read_s: seconds between the first READ's start and the last one's end.
         num_locate_calls: how often the store asked the directory.
         num_lease_calls: how often it asked a peer.
-        num_disk: blocks that were read from this node's disk.
+        num_disk: blocks that were read from this node's disk for this load.
     """
 
     num_blocks: int

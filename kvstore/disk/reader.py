@@ -1,8 +1,9 @@
 """Read blocks of the disk into slots of memory. A block counts only if its record and its checksum are right.
 
 The slots of memory are claimed as for a save, so nobody finds them before their bytes were checked. A read that the
-disk does not answer keeps its slots until it does: the disk may still write to them. What comes late is kept for the
-next load that asks.
+disk does not answer keeps its slots until it does: the disk may still write to them. What comes after its load has
+ended is kept for the next load that asks. But when the disk is turned off meanwhile, others may bring or save these
+blocks in other slots, and what still comes does not count.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Reader:
         self.context, self.threads = context, threads
         self.counts, self.lock = ReaderCounts(), threading.Lock()
         self._numbers = itertools.count(1)
+        #: The reads that have not ended.
+        self.under_way = set[DiskRead]()
 
     def begin(
         self,
@@ -106,8 +109,15 @@ class Reader:
                 raise PoolExhausted("no slot of memory is free for a block of the disk")
             return None
         on_claim(read.hashes)
+        # Before the disk is asked: if it is turned off from then on, this read is among those that give up.
+        self.under_way.add(read)
         read.begin()
         return read
+
+    def give_up(self) -> None:
+        """Let others have the blocks of all reads under way, when the disk is off. These keep their slots."""
+        for read in self.under_way.copy():
+            read.give_up()
 
     def _has_size(self, grant: Grant, namespace: bytes, num_bytes: int) -> bool:
         # A namespace that has attached has one size, which `DiskRead` compares. Another node may know it differently.
@@ -188,13 +198,20 @@ class DiskRead:
     def wait(self, until_s: float) -> bool:
         """Wait until all blocks have come or failed; False when the time has passed, or the disk is off, before."""
         while not self._is_over.wait(min(max(until_s - clock.now_s(), 0.0), _LOOK_S)):
-            if clock.now_s() >= until_s or self._reader.threads.is_off:
+            if self._reader.threads.is_off:
+                self.give_up()  # The caller asks other nodes next.
+                break
+            if clock.now_s() >= until_s:
                 break
         else:
             return True
         with self._lock:
             self._late_after_s = clock.now_s()
         return False
+
+    def give_up(self) -> None:
+        """Let others have the blocks that did not come. Their slots stay taken: the disk may still write to them."""
+        self._context.memory_pool.free_names(self._ticket.write_id, self._owner)
 
     def _pieces(self) -> list[_Piece]:
         context = self._context
@@ -292,6 +309,7 @@ class DiskRead:
         """Give back what was not published: nothing of the disk writes to these slots any more."""
         if self._num_published < len(self._indexes):
             self._context.memory_pool.abort_store(self._ticket.write_id, self._owner)
+        self._reader.under_way.discard(self)
         self._context.disk_pool.release(self._grant.lease_id, self._owner)
         self._context.changed()
         self._is_over.set()

@@ -275,6 +275,8 @@ class DiskTier:
     def _went_off(self, reason: str) -> None:
         if self._writer is not None:
             self._writer.drop_all("off")
+        if self._reader is not None:
+            self._reader.give_up()
         if self._log.passes():
             logger.error("the disk tier is off: %s (%d more)", reason, self._log.take_held_back())
 

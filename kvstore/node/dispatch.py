@@ -238,7 +238,9 @@ class NodeControl:
         state = self._state
         if self.fence.wants_ticks() or state.hints.waiting or state.fetcher.flights.num_waiting:
             return True
-        return self._is_mover_wanted or self.pool.wants_ticks() or self.handoffs.wants_ticks()
+        if self._is_mover_wanted or self._peers.wants_ticks():
+            return True
+        return self.pool.wants_ticks() or self.handoffs.wants_ticks()
 
     def _tick(self) -> None:
         now_s = clock.now_s()

@@ -9,15 +9,19 @@ from functools import partial
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.bounds import check_seconds
-from kvstore.node.later import answer_all, send_piece
+from kvstore.node.later import Asked, answer_all, send_piece
 from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.remote.load import Load
 from kvstore.rpc.connection import Connection, Handler
-from kvstore.rpc.framing import Message, Op
-from kvstore.rpc.messages import FoundByStore, Progress, decode_ask, decode_ask_load
+from kvstore.rpc.framing import Flag, Message, Op
+from kvstore.rpc.messages import FoundByStore, Progress, decode_ask_load, decode_ask_lookup
 from kvstore.runtime import clock
 from kvstore.runtime.store_threads import Blocking
+
+#: Makes the answer to a question about a chain, of which so many blocks are in memory, until a time; None if it
+#: answers later.
+_Answering = Callable[[Asked, BlockHashes, int, float], bytes | None]
 
 
 class LoadControl:
@@ -30,15 +34,50 @@ class LoadControl:
 
     def __init__(self, state: NodeState, wake: Callable[[], None]) -> None:
         self._state, self._service, self._wake = state, state.pool_service, wake
-        self.routes: dict[Op, Handler] = {Op.LOAD: self._load, Op.LOOKUP_ALL: self._lookup_all}
+        self.routes: dict[Op, Handler] = {
+            Op.LOAD: self._load,
+            Op.LOOKUP: partial(self._lookup, self._held),
+            Op.LOOKUP_ALL: partial(self._lookup, self._find),
+        }
 
-    def _lookup_all(self, connection: Connection, message: Message) -> bytes | None:
-        asked, state = decode_ask(message.payload), self._state
-        until_s = clock.now_s() + check_seconds("wait_s", asked.seconds)
-        chain, num_local = asked.chain, self._service.lookup(asked.chain)
+    def _lookup(self, answer: _Answering, connection: Connection, message: Message) -> bytes | None:
+        """Answer at once, or when the saves that decide the answer have ended, or when their time is over."""
+        asked, service, asked_s = decode_ask_lookup(message.payload), self._service, clock.now_s()
+        chain, until_s = asked.chain, asked_s + check_seconds("seconds", asked.seconds)
+        save_wait_s = check_seconds("save_wait_s", asked.save_wait_s)
+        # Do not keep the message: its bytes would stay in memory while the lookup waits.
+        question, num_local = (connection, message.op, message.request), service.lookup(chain)
+        if not (save_wait_s and self._is_being_saved(chain, num_local)):
+            return answer(question, chain, num_local, until_s)
+
+        def go_on(num_saved: int) -> None:
+            # Looked up anew: blocks before those that were saved may be gone.
+            found = answer(question, chain, service.lookup(chain), until_s)
+            if found is not None:
+                connection.send(question[1], Flag.REPLY, question[2], found)
+
+        rest = chain.tail(num_local)
+        self._state.fetcher.saves.wait(service.current, rest, asked_s + save_wait_s, go_on)
+        return None
+
+    def _is_being_saved(self, chain: BlockHashes, num_local: int) -> bool:
+        """Return whether a save of this node writes the block behind those in memory.
+
+        A block that comes from this node's disk, or from another node, counts there: it is not waited for.
+        """
+        service = self._service
+        if num_local == len(chain) or service.is_draining or chain.hash_at(num_local) in self._state.fetcher.flights:
+            return False
+        rest = chain.tail(num_local)
+        return service.current.is_being_written(rest) and not service.lookup_disk(rest.head(1), 0)[0]
+
+    def _held(self, question: Asked, chain: BlockHashes, num_local: int, until_s: float) -> bytes:
+        return encode((num_local, *self._service.lookup_disk(chain, num_local)))
+
+    def _find(self, question: Asked, chain: BlockHashes, num_local: int, until_s: float) -> bytes | None:
+        state = self._state
         if num_local < len(chain) and not state.hints.is_alone() and not self._service.is_draining:
-            question = [(connection, message.op, message.request)]
-            run = partial(answer_all, question, lambda: _found(state, chain, until_s))
+            run = partial(answer_all, [question], lambda: _found(state, chain, until_s))
             if state.threads.submit(Blocking.LOOKUP, run):
                 return None
         return encode(FoundByStore([(state.node_id, num_local)], *self._service.lookup_disk(chain, num_local)))

@@ -16,7 +16,7 @@ from kvstore.blocks.codec import decode_id, encode
 from kvstore.blocks.grants import Grant
 from kvstore.blocks.indexes import ints_in
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
-from kvstore.bounds import clip
+from kvstore.bounds import check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
 from kvstore.node.later import answer_all
@@ -32,6 +32,9 @@ from kvstore.runtime import clock
 
 #: Peers may always ask for this much.
 _LEAST_MOST_TTL_S = 60.0
+#: What has come from the disk is granted after this share of the time that the peer waits. The rest is for the way of
+#: the answer, and for a control thread that is busy.
+_SHARE_FOR_DISK = 0.75
 
 
 class PeerControl:
@@ -48,6 +51,8 @@ class PeerControl:
         #: Held while their number changes and the mover is told, so that it is told the last number last.
         self._telling = threading.Lock()
         self._numbers = itertools.count(1)
+        #: What peers wait for: loads that read this node's disk.
+        self._bringing = set[Load]()
         self.routes: dict[Op, Handler] = {
             Op.PEER_LEASE: self._lease,
             Op.PEER_RELEASE: self._release_lease,
@@ -71,14 +76,21 @@ class PeerControl:
         return owner_of(key)
 
     def tick(self, now_s: float) -> None:
-        """Forget the leases that have expired; the pool has dropped them."""
+        """Forget the leases that have expired; the pool has dropped them. Answer peers that have waited enough."""
         # A copy: claims on blocks of stages may end on another thread.
         for lease_id in [i for i, deadline_s in list(self._leases.items()) if deadline_s < now_s]:
             self.ended(lease_id)
+        for load in [load for load in self._bringing.copy() if load.deadline_s < now_s]:
+            load.end("timeout")  # All threads that read for peers may be busy.
+
+    def wants_ticks(self) -> bool:
+        """Return whether a peer waits for blocks of this node's disk."""
+        return bool(self._bringing)
 
     def _lease(self, connection: Connection, message: Message) -> bytes | None:
         state, service, owner = self._state, self._service, connection.owner
         wanted = decode_peer_lease(message.payload)
+        check_seconds("within_s", wanted.within_s)
         if service.is_closed_to_peers:
             service.check_serving()
         if wanted.slot_format != BLOCK_ORDER_VERSION:
@@ -100,17 +112,19 @@ class PeerControl:
     def _bring(self, connection: Connection, message: Message, wanted: PeerLease, num_blocks: int) -> None:
         """Bring blocks of this node's disk into its memory, and answer then: peers read memory only.
 
-        Half of the time that the peer waits is the limit; what has come until then is granted.
+        What has come in a share of the time that the peer waits is granted.
         """
         state, service, asked = self._state, self._service, (connection, message.op, message.request)
         chain, owner = wanted.chain.head(num_blocks), f"bring-{next(self._numbers)}"
-        namespace, deadline_s = chain.namespace, clock.now_s() + state.config.call_timeout_s / 2
+        within_s = min(_SHARE_FOR_DISK * wanted.within_s, state.config.call_timeout_s / 2)
+        namespace, deadline_s = chain.namespace, clock.now_s() + within_s
         version_now = partial(state.versions.get, namespace)
         version, pool = version_now(), service.current  # The version before the pin.
         grant = pool.pin_prefix(chain, owner, deadline_s + state.config.call_timeout_s)
 
         def answer(piece: Progress) -> None:
             if piece.report is not None:
+                self._bringing.discard(load)
                 # Nobody would give back what is granted to a connection that is closed.
                 if not connection.closed:
                     answer_all([asked], lambda: self._grant(connection.owner, wanted))
@@ -131,6 +145,8 @@ class PeerControl:
             num_ready=grant.num_blocks,
             may_ask_peers=False,
         )
+        self._bringing.add(load)
+        self._wake()
         state.fetcher.begin(load)
 
     def _grant(self, owner: str, wanted: PeerLease) -> PeerGrant:

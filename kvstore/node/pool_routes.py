@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvstore.blocks.chain import decode_chain
 from kvstore.blocks.codec import decode_id, encode
 from kvstore.blocks.grants import Grant, PinKind
 from kvstore.bounds import check_seconds
@@ -28,7 +27,6 @@ class PoolRoutes:
     def __init__(self, state: NodeState) -> None:
         self._service, self._hints, self._disk = state.pool_service, state.hints, state.disk
         self.routes: dict[Op, Handler] = {
-            Op.LOOKUP: self._lookup,
             Op.LEASE: self._lease,
             Op.PIN: self._pin,
             Op.RELEASE: self._release,
@@ -41,11 +39,6 @@ class PoolRoutes:
         }
         # Deadline and connection of each save that waits until other workers have written the same blocks.
         self._waiting: dict[int, tuple[float, Connection]] = {}
-
-    def _lookup(self, connection: Connection, message: Message) -> bytes:
-        chain = decode_chain(message.payload)
-        num_local = self._service.lookup(chain)
-        return encode((num_local, *self._service.lookup_disk(chain, num_local)))
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         asked = decode_ask(message.payload)

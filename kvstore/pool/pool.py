@@ -97,6 +97,11 @@ class Pool:
         with self._step("lookup"):
             return self.table.index.num_ready(chain.namespace, chain.data)
 
+    def is_being_written(self, chain: BlockHashes) -> bool:
+        """Return whether the first block of the run is being written, so that `watch` would wait."""
+        with self._lock:
+            return chain.hash_at(0) in self.table.index.space_of(chain.namespace).writing
+
     def pin_prefix(self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
 
@@ -313,6 +318,21 @@ class Pool:
             num_lost = 0 if write is None else self.writes.abort(write_id, write, quarantine)
             calls = self.watches.take_calls()
         return _after(calls, num_lost)
+
+    def free_names(self, write_id: int, owner: str) -> int:
+        """Let others write the unpublished blocks of a write; return the number of their slots.
+
+        For a writer that may write to the slots for an unknown time: it keeps them until it completes or aborts the
+        write, as after a clearing, and publishes nothing of it. No effect on a write that has ended.
+
+        Raises:
+            InvalidRequest: the write is one of several parts; nothing changed.
+        """
+        with self._step("free_names"):
+            write = self.writes.find(write_id, owner, None, None)
+            num_slots = 0 if write is None else self.writes.free_names(write)
+            calls = self.watches.take_calls()
+        return _after(calls, num_slots)
 
     def watch(self, chain: BlockHashes, then: Callable[[int], None]) -> int:
         """Be told how many leading blocks of a run are here, once that depends on no other writer any more.

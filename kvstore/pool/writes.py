@@ -260,6 +260,14 @@ class WriteTable(OwnedTable[_Write]):
         self._close(write_id)
         return len(pending)
 
+    def free_names(self, write: _Write) -> int:
+        """Let others write the unpublished blocks of a write; see `Pool.free_names`."""
+        if write.terms.num_parts > 1:
+            raise InvalidRequest("free_names: wanted a write of whole blocks, got one of several parts")
+        pending = write.slots[write.num_done :]
+        self._abort_blocks(pending)
+        return len(pending)
+
     def _abort_blocks(self, slots: list[int]) -> None:
         if lost := self._table.abort(slots):
             self._on_settled(lost)

@@ -64,6 +64,7 @@ class Arrivals:
     def add(self, done: MoverDone, num_blocks: int) -> None:
         """Add a chunk before the client is told of it. The client's last message carries the report."""
         report, now_s = self.report, clock.now_s()
+        report.num_peer += num_blocks
         report.num_bytes += num_blocks * self.block_bytes
         report.read_s += now_s - self.since_s
         self.since_s = now_s

@@ -24,6 +24,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.mover.link import MoverLink
+from kvstore.pool.save_waits import SaveWaits
 from kvstore.remote.covered_read import is_quarantine_full
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.load import Load
@@ -84,7 +85,7 @@ class Fetcher:
         self._hints, self._peers, self._mover, self._adopt_version = hints, peers, mover, adopt_version
         self._threads = ThreadPool(_NUM_THREADS, "raykv-fetch")
         self._threads_for_peers = ThreadPool(_NUM_THREADS_FOR_PEERS, "raykv-bring")
-        self.flights = Flights(self._submit)
+        self.flights, self.saves = Flights(self._submit), SaveWaits()
         self._context = ReadContext(config, mover, self.flights, hints.publish_soon, peers, threads)
         self._counting = threading.Lock()
         self._num_loads = self._num_bytes = 0  # Of chains of loads that have not ended.
@@ -112,6 +113,7 @@ class Fetcher:
 
     def stop(self) -> None:
         """Stop taking loads."""
+        self.saves.close()
         self._threads.close(drop=True)
         self._threads_for_peers.close(drop=True)
 
@@ -138,7 +140,7 @@ class Fetcher:
             # Noted before a peer is asked: of several loads that miss one block, one asks and the others wait.
             peers_first = self._are_peers_faster(load, rest)
             flight = self.flights.lead(rest.hash_at(0), load, asks_peer=peers_first)
-            if flight is None:
+            if flight is None or self._await_saves(load, rest, flight):
                 return None
             try:
                 reason = self._ask_sources(load, rest, peers_first=peers_first)
@@ -147,6 +149,24 @@ class Fetcher:
             if reason and load.num_ready < len(load.chain):
                 return reason
         return ""
+
+    def _await_saves(self, load: Load, rest: BlockHashes, flight: Flight) -> bool:
+        """Park a load while a save of this node writes its next block; return whether it is parked.
+
+        The flight ends with the wait. The load then goes on, whether the blocks came or not.
+        """
+        now_s = clock.now_s()
+        until_s = min(now_s + self._context.config.save_wait_s, load.deadline_s)
+        if load.has_awaited_saves or until_s <= now_s or not load.pool.is_being_written(rest):
+            return False
+        load.has_awaited_saves = True
+
+        def go_on(num_ready: int) -> None:
+            self.flights.leave([rest.hash_at(0)], flight)
+            self._submit(load)
+
+        self.saves.wait(load.pool, rest, until_s, go_on)
+        return True
 
     def _ask_sources(self, load: Load, rest: BlockHashes, *, peers_first: bool) -> str:
         """Fetch from this node's disk or from a peer, the faster one first; return the reason to stop, or ""."""
@@ -250,12 +270,21 @@ class Fetcher:
             slot_format=BLOCK_ORDER_VERSION,
             namespace_version=load.version,
             ttl_s=ttl_s,
+            within_s=call_s(config, load.deadline_s),
         )
         with PeerRead(self._context, load, peer, chain, until_s) as read:
             if is_quarantine_full(load.pool, config.max_quarantined_fraction):
                 return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
             load.report.num_lease_calls += 1
-            grant = peer.lease(wanted, call_s(config, load.deadline_s), lambda: read.claim_first(num_hinted))
+            connection = self._peers.take_spare(peer)
+            try:
+                grant = peer.lease(connection, wanted, lambda: read.claim_first(num_hinted))
+            except TransferTimeout:
+                if peer.is_silent(config.call_timeout_s):
+                    raise
+                return f"timeout: node {node_id} did not answer in the {wanted.within_s:.1f} s that this load gave it"
+            finally:
+                self._peers.keep_spare(peer, connection)
             if grant.epoch != peer.epoch:
                 self._peers.failed(node_id)
                 return "peer_lost"

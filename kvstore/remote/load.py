@@ -46,6 +46,8 @@ class Load:
     num_ready: int = 0
     #: Whether other nodes may be asked; if not, only the disk of this node is.
     may_ask_peers: bool = True
+    #: Whether it has waited for saves of this node, which it does once.
+    has_awaited_saves: bool = False
     #: Where in the chain the disk was asked last.
     disk_tried_at: int = -1
     is_ended: bool = False
@@ -93,9 +95,12 @@ class Load:
         self.is_ended = is_last
         if is_last:
             self.on_end()
-            num_came = max(self.num_ready - self.report.num_local, 0)
-            # The disk may have brought more than the budget of pins has room for. Before the last piece it may have
-            # brought blocks that are told next.
-            self.report.num_disk = min(self.report.num_disk, num_came)
-            self.report.num_peer = num_came - self.report.num_disk
+            report = self.report
+            num_came = max(self.num_ready - report.num_local, 0)
+            # The disk and peers may have brought more than the budget of pins has room for. Before the last piece they
+            # may have brought blocks that are told next.
+            report.num_disk = min(report.num_disk, num_came)
+            report.num_peer = min(report.num_peer, num_came - report.num_disk)
+            # The others were brought by saves, or for other loads, or were here behind a block that was not.
+            report.num_local += num_came - report.num_disk - report.num_peer
         self.send(Progress(self.lease_id, first, packed_slots, self.report if is_last else None))

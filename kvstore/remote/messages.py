@@ -8,13 +8,18 @@ from kvstore.blocks.indexes import IndexArray
 
 
 class PeerLease(Record, frozen=True, kw_only=True):
-    """Ask a peer for a lease of a run. The other fields say which blocks the asking store can use."""
+    """Ask a peer for a lease of a run. The other fields say which blocks the asking store can use.
+
+    Args:
+        within_s: how long the asking store waits for the answer.
+    """
 
     chain: BlockHashes
     block_bytes: U32
     slot_format: U32
     namespace_version: U64
     ttl_s: float
+    within_s: float
 
 
 class PeerGrant(Record, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.chunking import plan_chunks, plan_segments
 from kvstore.blocks.indexes import ints_in
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, LeaseError, TransferError
+from kvstore.errors import KVStoreError, LeaseError, TransferError, TransferTimeout
 from kvstore.mover.link import MoverLink
 from kvstore.mover.messages import MoverDone
 from kvstore.mover.transport import PeerDescription, ReadRequest
@@ -126,7 +126,13 @@ class PeerRead(contextlib.AbstractContextManager["PeerRead"]):
         self._chain = self._chain.head(len(grant.slots))
         if self._error is not None:
             raise self._error
-        source = self._peer.transport(grant.mover_generation, call_s(self._context.config, self._load.deadline_s))
+        config = self._context.config
+        try:
+            source = self._peer.transport(grant.mover_generation, call_s(config, self._load.deadline_s))
+        except TransferTimeout:
+            if self._peer.is_silent(config.call_timeout_s):
+                raise
+            return f"timeout: node {self._peer.node_id} did not answer in the short time of this load"
         first = 0
         for ends in self._plan(len(self._chain)):
             segment = self._claimed

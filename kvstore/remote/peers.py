@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvstore.blocks.codec import encode
 from kvstore.bounds import clip
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable, TransferError
+from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.mover.transport import PeerDescription
 from kvstore.remote.answers import EPOCH_BYTES, bytes_in, grant_of, transport_of
 from kvstore.remote.messages import PeerGrant, PeerLease
@@ -33,6 +33,8 @@ _FORGIVEN_AFTER_S = 600.0
 _MOST_FAILED = 1024
 #: A call may take at least this long, even if its caller has no time left: else a healthy peer would seem to fail.
 _LEAST_CALL_S = 1.0
+#: A peer has failed when it was silent for this share of `call_timeout_s`. Less may be the short time of one load.
+_SILENT_SHARE = 0.75
 #: Most spare connections of one peer; others are closed when they are given back.
 _MOST_SPARE = 64
 
@@ -77,21 +79,55 @@ class Peer:
     same_host: bool = False
     #: Separate connections for questions whose answers may take long; each carries one question at a time.
     spare: list[ControlClient] = field(default_factory=list)
+    #: How long questions have waited in vain since the last answer, and until when that was counted.
+    _silent_s: float = 0.0
+    _silent_until_s: float = 0.0
     _transport: tuple[int, PeerDescription] | None = None
 
-    def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
-        """Ask for a lease: one blocking call. `meanwhile` is called before the wait, and must not raise."""
-        answer = self._ask(Op.PEER_LEASE, encode(lease), timeout_s, meanwhile)
+    def lease(
+        self, connection: ControlClient, lease: PeerLease, meanwhile: Callable[[], None] = lambda: None
+    ) -> PeerGrant:
+        """Ask for a lease: one blocking call, for as long as the question says.
+
+        Args:
+            connection: of `PeerBook.take_spare`. The peer may read its disk first, and others must not wait for that.
+            lease: the question.
+            meanwhile: called before the wait; must not raise.
+        """
+        answer = self._ask(connection, Op.PEER_LEASE, encode(lease), lease.within_s, meanwhile)
         return grant_of(answer, len(lease.chain))
 
-    def _ask(self, op: Op, payload: bytes, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> bytes:
+    def _ask(
+        self,
+        connection: ControlClient,
+        op: Op,
+        payload: bytes,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> bytes:
         """Ask the peer; raise PeerLost for any refusal, since another peer may not refuse."""
+        asked_s = clock.now_s()
         try:
-            return self.client.call(op, payload, timeout_s=timeout_s, meanwhile=meanwhile)
+            answer = connection.call(op, payload, timeout_s=timeout_s, meanwhile=meanwhile)
+        except TransferTimeout:
+            # Of questions that waited at the same time, each second counts once.
+            now_s = clock.now_s()
+            self._silent_s += now_s - max(asked_s, self._silent_until_s)
+            self._silent_until_s = now_s
+            raise
         except (TransferError, StoreUnavailable):
             raise
         except KVStoreError as error:
             raise PeerLost(f"node {self.node_id} refused: {type(error).__name__}: {error}") from error
+        self._silent_s = 0.0
+        return answer
+
+    def is_silent(self, call_timeout_s: float) -> bool:
+        """Return whether the peer has failed: it was silent for too long since its last answer.
+
+        The timeout of one question is no failure, for its load may have had little time left.
+        """
+        return self._silent_s >= _SILENT_SHARE * call_timeout_s
 
     def release(self, lease_id: int) -> None:
         """Give a lease back without waiting."""
@@ -112,7 +148,7 @@ class Peer:
         """Return (name, description) of the peer's slab, for one life of its mover. It is asked for once."""
         found = self._transport
         if found is None or found[0] != generation:
-            found = transport_of(self._ask(Op.PEER_TRANSPORT, b"", timeout_s), self.same_host)
+            found = transport_of(self._ask(self.client, Op.PEER_TRANSPORT, b"", timeout_s), self.same_host)
             if found[0] != generation:
                 raise PeerLost(f"the mover of node {self.node_id} was replaced meanwhile; try again")
             self._transport = found

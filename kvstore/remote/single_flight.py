@@ -55,6 +55,9 @@ class Flights:
             self.num_waiting += 1
             return None
 
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._flights
+
     def enter(self, hashes: list[bytes], flight: Flight) -> list[bytes]:
         """Add blocks to `flight`; return those that were in no other flight, for `leave`."""
         with self._lock:

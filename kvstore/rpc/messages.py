@@ -30,10 +30,24 @@ class Attach(Record, frozen=True):
 
 
 class Ask(Record, frozen=True):
-    """Ask about a run, with a time: for a lease, the end of others' saves, or the nodes that have it."""
+    """Ask about a run, with a time: for a lease, or the end of others' saves."""
 
     chain: BlockHashes
     seconds: float
+
+
+class AskLookup(Record, frozen=True):
+    """Ask how much of a run is stored.
+
+    Args:
+        chain: the run.
+        seconds: how long the directory may take.
+        save_wait_s: how long the store waits for blocks that are being saved on this node.
+    """
+
+    chain: BlockHashes
+    seconds: float
+    save_wait_s: float
 
 
 class AskLoad(Record, frozen=True):
@@ -174,6 +188,7 @@ class Progress(Record, frozen=True):
 
 decode_attach = decoder(Attach)
 decode_ask = decoder(Ask)
+decode_ask_lookup = decoder(AskLookup)
 decode_ask_load = decoder(AskLoad)
 decode_ask_pin = decoder(AskPin)
 decode_prepare = decoder(Prepare)

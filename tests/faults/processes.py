@@ -154,8 +154,8 @@ def store(folder, node_id, config):
         chain = decode_chain(bytes.fromhex(chain))
         peer = core.state.peers.get(node)
         size = core.state.pool_service.block_bytes[chain.namespace]
-        wanted = PeerLease(chain=chain, block_bytes=size, slot_format=1, namespace_version=0, ttl_s=60.0)
-        grant = peer.lease(wanted, 2.0)
+        wanted = PeerLease(chain=chain, block_bytes=size, slot_format=1, namespace_version=0, ttl_s=60.0, within_s=2.0)
+        grant = peer.lease(peer.client, wanted)
         name, description = peer.transport(grant.mover_generation, 2.0)
         remembered.update(name=name, description=description, grant=grant, size=size, seed=chain.namespace)
         return {"epoch": grant.epoch.hex()}

@@ -12,7 +12,7 @@ from kvstore.mover.messages import StageMade
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import Flag, Message, Op
 from kvstore.rpc.handoff_messages import AskStage, End, Soon, StageFound, WarmUp
-from kvstore.rpc.messages import NOTIFICATION, Ask
+from kvstore.rpc.messages import NOTIFICATION, Ask, AskLookup
 from kvstore.rpc.server import ControlServer
 from tests.kvstore.conftest import Cluster
 
@@ -79,17 +79,17 @@ def record(cluster: Cluster) -> Recorder:
 
 def _add_what_needs_gpus(recorder: Recorder, cluster: Cluster) -> None:
     """Frames of hand-offs between GPUs, and others that a healthy cluster says seldom."""
-    key, run = bytes(range(32)), recorder.said["client"][0].payload
+    key = bytes(range(32))
     epoch, chain = cluster.nodes["a"].state.epoch, cluster.hashes(3)
     stage = StageFound(1, 1, "u", b"handle", b"nobody", 4096, 0, 512, 80, 4)
     made = StageMade(1, b"nobody", 4096, 0, b"handle")
     end = encode(End(1 << 63 | 5, True))
     extra = {
         "client": [
-            (Op.LOOKUP_ALL, encode(Ask(chain, 0.5))), (Op.AWAIT_STORE, encode(Ask(chain, 0.5))),
+            (Op.LOOKUP_ALL, encode(AskLookup(chain, 0.5, 0.01))), (Op.AWAIT_STORE, encode(Ask(chain, 0.5))),
             (Op.HANDOFF_STAGE, encode(AskStage("u", 4096, 512))), (Op.HANDOFF_WARM, encode(WarmUp(1, 1, "b"))),
             (Op.HANDOFF_SOON, encode(Soon("b", 1, 1, 1))), (Op.HANDOFF_PACKING, encode(key)), (Op.HANDOFF_END, end),
-            (Op.LOOKUP, run),
+            (Op.LOOKUP, encode(AskLookup(chain, 0.5, 0.0))),
         ],
         "peer": [(Op.PEER_STAGES, b""), (Op.PEER_CLAIM_END, end), (Op.PEER_RELEASE, encode(1))],
         "mover": [

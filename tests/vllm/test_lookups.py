@@ -37,17 +37,20 @@ class Client:
 
     def __init__(self, known, says_absent=False):
         self.known, self.asked, self.gate, self.says_absent = known, [], threading.Event(), says_absent
+        #: How long each lookup may wait for saves; None is the store's setting.
+        self.save_waits_s = []
         self.gate.set()
 
     def is_surely_absent(self, hashes, *, remote=True):
         assert len(hashes) == 1, "the first block decides"
         return self.says_absent and hashes != self.known[:1]
 
-    def lookup(self, hashes, *, remote=True, timeout_s=None, meanwhile=None):
+    def lookup(self, hashes, *, remote=True, timeout_s=None, meanwhile=None, save_wait_s=None):
         assert self.gate.wait(5)
         if meanwhile is not None:
             meanwhile()
         self.asked.append(len(hashes))
+        self.save_waits_s.append(save_wait_s)
         pairs = zip(hashes, self.known, strict=False)
         return Match(num_local=next((at for at, (a, b) in enumerate(pairs) if a != b), len(hashes)))
 
@@ -89,6 +92,15 @@ def test_a_new_prompt_is_known_after_its_first_block_and_hashed_behind_those_tha
     assert client.asked == [1, 1, 4]
     assert order[0] == "known", "an answer comes before hashes that only saves need"
     assert new.hashes == parts.space.block_hashes(range(1, 200 * SIZE))
+
+
+def test_one_question_waits_for_what_is_being_saved_but_not_twice_for_the_same(make, parts, eventually):
+    client = Client(parts.space.block_hashes([*range(4 * SIZE), *range(100, 100 + SIZE)]))
+    question = make.question(list(range(5 * SIZE)))
+    make.lookups(client).ask(question)
+    eventually(lambda: question.done, 5)
+    assert (question.num_blocks, client.asked) == (4, [1, 5, 5])
+    assert client.save_waits_s == [None, None, 0.0]
 
 
 def test_hashes_for_saves_leave_the_step_after_an_answer_alone_and_questions_do_not_hold_them_up_for_ever(

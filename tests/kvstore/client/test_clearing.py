@@ -163,10 +163,10 @@ def test_a_version_far_ahead_is_refused_at_every_door_and_clearing_goes_on(clust
     peer = core.state.peers.get("a")
     lease = PeerLease(
         chain=parts_of(worker.client).chain(hashes), block_bytes=space.shape.block_bytes,
-        slot_format=BLOCK_ORDER_VERSION, namespace_version=far, ttl_s=5.0,
+        slot_format=BLOCK_ORDER_VERSION, namespace_version=far, ttl_s=5.0, within_s=2.0,
     )  # fmt: skip
     with pytest.raises(PeerLost, match="InvalidRequest: version: wanted an int from 0"):
-        peer.lease(lease, 2.0)
+        peer.lease(peer.client, lease)
     cluster.directory.versions._known[group_of(space.digest)] = far, 1, space.digest
     cluster.directory.versions._serial = 1
     heard = threading.Event()

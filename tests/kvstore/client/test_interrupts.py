@@ -13,10 +13,12 @@ import pytest
 from inner_parts import parts_of
 from interrupts import Interrupter
 
+from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
 from kvstore.client.work import Work, in_one_step
 from kvstore.errors import JobAbandoned, JobRunning, KVStoreError, RegistrationFailed, StoreBusy
 from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import AskLookup
 from kvstore.runtime.thread_pool import ThreadPool
 
 N = 4
@@ -196,7 +198,8 @@ def test_a_question_from_within_another_one_of_the_same_thread_is_refused(cluste
             place.client.pin(place.known)
         refused.append(1)
 
-    answer = parts_of(place.client).store.call(Op.LOOKUP, parts_of(place.client).chain(place.known).encode(), ask)
+    question = encode(AskLookup(parts_of(place.client).chain(place.known), 1.0, 0.0))
+    answer = parts_of(place.client).store.call(Op.LOOKUP, question, ask)
     assert refused
     assert answer
     assert place.client.unpin(place.client.pin(place.known))

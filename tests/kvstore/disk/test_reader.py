@@ -52,7 +52,7 @@ def test_a_hole_in_memory_is_filled(stored):
     assert store.core.pool.discard(middle) == 2
     store.check()
     result = store.load(hashes)
-    assert (result.num_blocks, result.num_local, result.num_disk) == (12, 4, 2)
+    assert (result.num_blocks, result.num_local, result.num_disk, result.num_peer) == (12, 10, 2, 0)
 
 
 def test_a_load_of_nothing_reads_nothing(stored, reads):
@@ -248,9 +248,9 @@ def test_a_hanging_read(start, cluster, reads):
     wait_until(lambda: store.core.pool.stats().num_writing == 0)
     store.settle()
     wait_until(lambda: not store.disk.is_off)
-    # What came late counts.
+    # What came when the disk was off is read once more.
     assert store.num("num_late") == 12
-    assert store.load(hashes).num_local == 12
+    assert store.load(hashes).num_disk == 12
     wait_until(lambda: not store.disk.is_off)
 
 
@@ -267,6 +267,18 @@ def test_a_load_does_not_wait_for_a_disk_that_is_off(start, cluster, reads):
     store.settle()
     assert store.num("num_late") == 12
     wait_until(lambda: not store.disk.is_off)
+    assert store.load(hashes).num_disk == 12
+
+
+def test_what_comes_after_the_time_of_its_load_is_kept_while_the_disk_is_on(start, cluster, reads):
+    store = start(disk_timeout_s=6 * SOON_S)
+    hashes = cluster.hashes(12)
+    store.save(hashes)
+    store.empty_memory()
+    with reads.held():
+        assert store.load(hashes, timeout_s=0.2).num_blocks == 0
+    store.settle()
+    assert store.num("num_late") == 12
     assert store.load(hashes).num_local == 12
 
 
@@ -293,7 +305,7 @@ def test_a_hanging_disk_takes_a_part_of_the_memory(start, cluster, reads, monkey
 
 def test_blocks_that_hang_can_be_saved_and_loaded_meanwhile(start, cluster, reads):
     """A15: nobody waits for ever for a block that another one is bringing."""
-    store = start(disk_timeout_s=0.2, transfer_timeout_s=0.6)
+    store = start(disk_timeout_s=0.2, transfer_timeout_s=SOON_S)
     hashes = cluster.hashes(6)
     store.save(hashes)
     store.empty_memory()
@@ -301,11 +313,40 @@ def test_blocks_that_hang_can_be_saved_and_loaded_meanwhile(start, cluster, read
         job = store.worker.client.load(hashes, list(range(HALF, HALF + 6)))
         wait_until(lambda: reads.num_waiting)
         result = store.worker.save(hashes, range(6))
-        assert result.num_blocks == 0, "they are still on their way, and the save did not wait for ever"
-        assert job.result(SOON_S).num_blocks == 0
+        assert (result.num_blocks, result.num_written) == (6, 6), "it waited for the hanging disk, but not for long"
+        assert job.result(SOON_S).num_blocks in (0, 6)
+        assert store.load(hashes).num_local == 6
+        store.check()
     store.settle()
     wait_until(lambda: not store.disk.is_off)
-    assert store.load(hashes).num_blocks == 6
+    assert store.load(hashes).num_local == 6
+
+
+def test_a_hanging_read_that_ends_late_writes_to_no_slot_of_another_block(start, cluster, reads):
+    """Its blocks may be had anew while it hangs, but its slots are out of use until it has ended."""
+    store = start(disk_timeout_s=0.2, transfer_timeout_s=SOON_S, capacity_bytes=16 * 4096)
+    hashes, others = cluster.hashes(6), cluster.hashes(6, seed=1)
+    store.save(hashes)
+    store.empty_memory()
+    with reads.held():
+        assert store.load(hashes).num_blocks == 0
+        assert store.core.pool.stats().num_writing == 6
+        store.save(hashes, is_written=False)
+        # All other slots are in use, and none of them is one that the disk may still write to.
+        store.save(others, first=20, is_written=False)
+        assert store.core.pool.stats().num_writing == 6
+        ticket = store.core.pool.reserve(10, "test")
+        assert store.core.pool.stats().num_free == 0
+        for slot in ticket.slots:
+            begin = slot * 4096
+            store.core.state.arena.memory[begin : begin + 4096] = bytes([slot]) * 4096
+        store.check()
+    wait_until(lambda: store.core.pool.stats().num_writing == 10)
+    for slot in ticket.slots:
+        begin = slot * 4096
+        assert bytes(store.core.state.arena.memory[begin : begin + 4096]) == bytes([slot]) * 4096
+    store.core.pool.abort_store(ticket.write_id, "test")
+    store.settle()
 
 
 def test_many_loads_of_one_chain_read_it_once(stored, reads):
@@ -317,9 +358,26 @@ def test_many_loads_of_one_chain_read_it_once(stored, reads):
     results = [job.result(SOON_S) for job in jobs]
     assert [result.num_blocks for result in results] == [12] * 12
     assert store.num("num_read") == 12
+    # One load had them read; the others found them in memory, and none came from another node.
+    assert sorted((result.num_local, result.num_disk) for result in results) == [(0, 12)] + [(12, 0)] * 11
+    assert [result.num_peer for result in results] == [0] * 12
     for at in range(12):
         assert store.worker.block(HALF + at) == store.saved[hashes[at]]
     store.settle()
+
+
+def test_a_lookup_does_not_wait_for_what_comes_from_the_disk(start, cluster, reads):
+    """It counts as a block of the disk at once."""
+    store = start(save_wait_s=2 * SOON_S, call_timeout_s=16 * SOON_S)
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    store.empty_memory()
+    with reads.held():
+        job = store.worker.client.load(hashes, list(range(HALF, HALF + 6)))
+        wait_until(lambda: reads.num_waiting)
+        assert store.cluster.client("a").lookup(hashes).num_disk == 6
+        assert not job.done()
+    assert job.result(SOON_S).num_disk == 6
 
 
 def test_loads_of_chains_that_fork(start, cluster):

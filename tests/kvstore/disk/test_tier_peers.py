@@ -250,9 +250,15 @@ def test_blocks_of_another_size_than_the_peer_knows_are_misses(start, cluster):
     wait_until(lambda: located(other, hashes) == {"a": 4})
     for block_bytes, wanted in ((2048, 0), (1024, 4)):
         began = PeerLease(
-            chain=hashes, block_bytes=block_bytes, slot_format=BLOCK_ORDER_VERSION, namespace_version=0, ttl_s=5.0
+            chain=hashes,
+            block_bytes=block_bytes,
+            slot_format=BLOCK_ORDER_VERSION,
+            namespace_version=0,
+            ttl_s=5.0,
+            within_s=2.0,
         )
-        grant = other.core.state.peers.get("a").lease(began, SOON_S)
+        peer = other.core.state.peers.get("a")
+        grant = peer.lease(peer.client, began)
         assert len(grant.slots) == wanted
     store.core.state.pool_service.current.expire(float("inf"))
 
@@ -281,3 +287,103 @@ def test_a_node_whose_disk_hangs_while_it_writes_can_be_drained(start, cluster, 
         store.save(cluster.hashes(6), is_written=False)
         wait_until(lambda: writes.num_waiting and store.disk.is_off)
         assert store.core.drain(SOON_S)["is_drained"]
+
+
+def stored_on(store, other, hashes):
+    """Save a chain on the disk of a store, not in its memory, and wait until another one has heard of it."""
+    store.save(hashes)
+    store.empty_memory()
+    wait_until(lambda: located(other, hashes) == {store.node_id: len(hashes)})
+
+
+def test_a_slow_disk_of_a_healthy_peer_is_no_failure_of_the_peer(start, cluster, reads):
+    """The load has less time than the peer may take: the peer answers in time, and is asked again at once."""
+    store, other = start("a", call_timeout_s=SOON_S), start("b", call_timeout_s=SOON_S)
+    hashes = cluster.hashes(6)
+    stored_on(store, other, hashes)
+    with reads.held():
+        result = other.load(hashes, timeout_s=0.5)
+        assert (result.num_blocks, result.num_lease_calls) == (0, 1)
+        peers = other.core.state.peers
+        assert (peers.failures, peers.is_usable("a")) == ({}, True)
+        assert not peers.known("a").client.closed
+    store.settle()
+    assert other.load(hashes).num_peer == 6
+
+
+def test_what_has_come_from_the_disk_of_a_peer_in_time_is_granted(start, cluster, reads, monkeypatch):
+    monkeypatch.setattr("kvstore.disk.reader._MOST_BYTES", 1)
+    store, other = start("a", call_timeout_s=SOON_S), start("b", call_timeout_s=SOON_S)
+    hashes = cluster.hashes(6)
+    stored_on(store, other, hashes)
+    go = threading.Event()
+    reads.before = lambda file, first: None if reads.num_calls <= 2 else go.wait(SOON_S)
+    result = other.load(hashes, timeout_s=2.0)
+    go.set()
+    assert 0 < result.num_blocks < 6
+    assert other.core.state.peers.failures == {}
+    store.settle()
+
+
+def test_a_load_does_not_wait_for_what_another_one_has_the_peer_read(start, cluster, reads):
+    settings = {"call_timeout_s": SOON_S, "transfer_timeout_s": 2 * SOON_S}
+    store, other = start("a", **settings), start("b", **settings)
+    slow, quick = cluster.hashes(6), cluster.hashes(4, seed=1)
+    stored_on(store, other, slow)
+    store.save(quick, first=20)
+    with reads.held():
+        job = other.worker.client.load(slow, list(range(HALF, HALF + 6)))
+        wait_until(lambda: reads.num_waiting)
+        assert other.worker.client.load(quick, list(range(4)), timeout_s=1.0).result(SOON_S).num_peer == 4
+        assert not job.done()
+    assert job.result(SOON_S).num_peer == 6
+
+
+def test_peers_are_answered_in_time_though_all_threads_that_read_for_them_are_busy(start, cluster, reads, monkeypatch):
+    monkeypatch.setattr("kvstore.remote.fetch._NUM_THREADS_FOR_PEERS", 1)
+    settings = {"call_timeout_s": 4.0, "transfer_timeout_s": SOON_S}
+    store, other = start("a", **settings), start("b", **settings)
+    chains = [cluster.hashes(2, seed=seed) for seed in range(4)]
+    for at, chain in enumerate(chains):
+        store.save(chain, first=2 * at)
+    store.empty_memory()
+    wait_until(lambda: all(located(other, chain) for chain in chains))
+    with reads.held():
+        jobs = [other.worker.client.load(chain, [HALF + 2 * at, HALF + 2 * at + 1]) for at, chain in enumerate(chains)]
+        assert [job.result(2 * SOON_S).num_blocks for job in jobs] == [0] * 4
+        assert other.core.state.peers.failures == {}
+    store.settle()
+
+
+def test_blocks_that_hang_on_the_own_disk_come_from_another_node(start, cluster, reads):
+    """Also for the load that asked its own disk first, as long as it has time left."""
+    store, other = start("a", disk_timeout_s=0.2, transfer_timeout_s=SOON_S), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+    assert other.load(hashes).num_peer == 6
+    wait_until(lambda: located(store, hashes).get("b") == 6)
+    store.empty_memory()
+    with reads.held():
+        result = store.load(hashes)
+        assert (result.num_blocks, result.num_peer, result.num_disk, result.peers) == (6, 6, 0, ("b",))
+        assert store.load(hashes).num_local == 6
+        assert store.core.pool.stats().num_writing == 6, "the slots that the disk may still write to"
+    store.settle()
+    assert store.core.pool.stats().num_writing == 0
+    assert store.load(hashes).num_local == 6
+
+
+def test_later_loads_of_blocks_that_hang_on_the_own_disk_ask_another_node(start, cluster, reads):
+    """Nobody waits for the read any more when the disk is found to hang."""
+    store, other = start("a", disk_timeout_s=0.5), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    assert other.load(hashes).num_peer == 6
+    wait_until(lambda: located(store, hashes).get("b") == 6)
+    store.empty_memory()
+    with reads.held():
+        assert store.load(hashes, timeout_s=0.1).num_blocks == 0
+        wait_until(lambda: store.disk.is_off and store.stats()["num_trips"])
+        wait_until(lambda: store.load(hashes).num_peer == 6)
+    store.settle()

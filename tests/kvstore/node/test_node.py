@@ -300,6 +300,20 @@ def test_eight_loads_of_one_prefix_make_one_peer_lease(cluster):
     assert all(same(one, range(16), w, range(16)) for w in workers)
 
 
+def test_blocks_behind_a_gap_count_as_local_and_only_the_gap_comes_from_the_peer(cluster):
+    one, two = two_nodes(cluster)
+    hashes, pool_b = cluster.hashes(8), cluster.nodes["b"].pool
+    one.save(hashes, range(8))
+    two.load(hashes, range(8))
+    held = pool_b.pin_prefix(hashes, "test", clock.now_s() + 60.0)
+    pool_b.release(held.lease_id, "test")
+    pool_b.discard(list(held.slots[2:5]))
+    result = two.load(hashes, range(8))
+    assert (result.num_blocks, result.num_local, result.num_peer) == (8, 5, 3)
+    assert result.num_bytes == 3 * cluster.space.shape.block_bytes
+    assert same(one, range(8), two, range(8))
+
+
 # Clear.
 
 

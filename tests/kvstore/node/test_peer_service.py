@@ -53,7 +53,12 @@ def lease(cluster):
 
     def ask(peer, ttl_s=60.0):
         wanted = PeerLease(
-            chain=chain, block_bytes=cluster.space.shape.block_bytes, slot_format=1, namespace_version=0, ttl_s=ttl_s
+            chain=chain,
+            block_bytes=cluster.space.shape.block_bytes,
+            slot_format=1,
+            namespace_version=0,
+            ttl_s=ttl_s,
+            within_s=2.0,
         )
         grant = decode_peer_grant(peer.call(Op.PEER_LEASE, encode(wanted), timeout_s=2.0))
         assert len(grant.slots) == NUM_BLOCKS
@@ -219,7 +224,7 @@ def test_blocks_stored_after_a_clearing_are_not_granted_under_the_version_before
 
     pool.pin_prefix = pin_prefix
     wanted = PeerLease(
-        chain=cluster.hashes(NUM_BLOCKS), block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=60.0
+        chain=cluster.hashes(NUM_BLOCKS), block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=60.0, within_s=2.0
     )
     grant = decode_peer_grant(connect(ONE).call(Op.PEER_LEASE, encode(wanted), timeout_s=2.0))
     assert done == [NUM_BLOCKS]

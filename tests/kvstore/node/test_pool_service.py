@@ -340,7 +340,9 @@ def test_blocks_of_no_size_divide_nothing(cluster, ask, core, block_bytes):
 def test_a_block_is_no_larger_than_what_a_peer_can_be_told_of(cluster):
     """A load of a larger one would cost this store its peer, for everybody."""
     fresh, most = cluster.add("fresh"), MAX_BLOCK_BYTES
-    lease = PeerLease(chain=cluster.hashes(2), block_bytes=most, slot_format=1, namespace_version=0, ttl_s=1.0)
+    lease = PeerLease(
+        chain=cluster.hashes(2), block_bytes=most, slot_format=1, namespace_version=0, ttl_s=1.0, within_s=2.0
+    )
     assert decode_peer_lease(encode(lease)) == lease
     with pytest.raises(ProtocolError):
         decode_peer_lease(encode(msgspec.structs.replace(lease, block_bytes=most + 1)))

@@ -464,3 +464,51 @@ def test_a_slot_that_was_reserved_begins_a_new_life():
     first = pool.reserve(1, "w")
     pool.abort_store(first.write_id, "w")
     assert pool.reserve(1, "w").generations != first.generations
+
+
+# Names that are given up before the slots are.
+
+
+def test_blocks_whose_names_were_freed_are_written_by_another_in_other_slots():
+    pool = Pool(8)
+    old = pool.prepare_store(chain_of("abc"), "disk", needs_parent=False)
+    assert pool.complete_store(old.write_id, "disk", count=1) == 1
+    told = settle(pool, "abc")
+    assert pool.free_names(old.write_id, "somebody") == 0
+    assert told == []
+    assert pool.free_names(old.write_id, "disk") == 2
+    assert told == [1], "who waited for them hears that they will not come"
+    pool.check_integrity()
+    new = pool.prepare_store(chain_of("abc"), "peer", needs_parent=False)
+    assert new.indexes == (1, 2)
+    assert not set(new.slots) & set(old.slots)
+    assert pool.free_names(old.write_id, "disk") == 2, "a second call changes nothing"
+    pool.check_integrity()
+    assert pool.complete_store(new.write_id, "peer") == 2
+    assert pool.complete_store(old.write_id, "disk", count=2) == 0
+    pool.check_integrity()
+    assert pool.lookup(chain_of("abc")) == 3
+    assert pool.stats().num_writing == 1
+    pool.abort_store(old.write_id, "disk")
+    pool.check_integrity()
+    assert (pool.stats().num_writing, pool.stats().num_free) == (0, 5)
+    assert pool.free_names(old.write_id, "disk") == 0
+
+
+def test_names_of_blocks_in_parts_are_not_freed():
+    pool = Pool(4)
+    ticket = pool.prepare_store(chain_of("ab"), "w", num_parts=2)
+    with pytest.raises(InvalidRequest, match="several parts"):
+        pool.free_names(ticket.write_id, "w")
+    pool.check_integrity()
+
+
+def test_a_clearing_between_the_freeing_of_names_and_the_end_loses_no_slot():
+    pool = Pool(4)
+    ticket = pool.prepare_store(chain_of("ab"), "w")
+    pool.free_names(ticket.write_id, "w")
+    pool.clear(chain_of("ab").namespace)
+    pool.check_integrity()
+    assert pool.complete_store(ticket.write_id, "w") == 0
+    pool.check_integrity()
+    assert pool.stats().num_free == 4

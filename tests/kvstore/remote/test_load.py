@@ -54,6 +54,37 @@ def test_blocks_of_the_disk_that_found_no_room_among_the_pins_are_not_counted():
     assert (load.report.num_disk, load.report.num_peer) == (2, 0)
 
 
+def test_what_others_brought_is_of_this_node():
+    """A save, or another load: this load had nothing read for it."""
+    pool, told = Pool(8), []
+    load = load_of(pool, [0], told)
+    store(pool, "abc")
+    load.pin_more()
+    report = told[-1][0].report
+    assert (report.num_local, report.num_disk, report.num_peer) == (3, 0, 0)
+
+
+def test_blocks_of_the_disk_of_peers_and_of_others_add_up():
+    pool, told = Pool(8), []
+    load = load_of(pool, [0], told)
+    store(pool, "abc")
+    load.report.num_disk = load.report.num_peer = 1
+    load.pin_more()
+    report = told[-1][0].report
+    assert (report.num_local, report.num_disk, report.num_peer) == (1, 1, 1)
+
+
+def test_blocks_of_peers_that_found_no_room_among_the_pins_are_not_counted():
+    pool, told = Pool(8), []
+    load = load_of(pool, [0], told)
+    store(pool, "ab")
+    load.report.num_disk, load.report.num_peer = 1, 3
+    load.pin_more()
+    load.end("pool_full")
+    report = told[-1][0].report
+    assert (report.num_local, report.num_disk, report.num_peer) == (0, 1, 1)
+
+
 def test_blocks_that_were_stored_after_a_clearing_are_not_told_though_they_were_pinned():
     pool, told = Pool(8), []
     load = load_of(pool, [0], told)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvstore.client.results import MissReason
-from kvstore.errors import PeerLost
+from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.mover.transport import ReadState
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.peers import Peer
@@ -187,3 +187,31 @@ def test_a_load_with_little_time_does_not_have_its_peer_left_alone(cluster):
     assert core.state.peers.is_usable("a")
     assert two.load(hashes, range(4), timeout_s=20.0).num_blocks == 4
     assert all(two.block(i) == one.block(i) for i in range(4))
+
+
+@pytest.mark.parametrize("verb", ["lease", "transport"])
+def test_a_peer_that_had_too_little_time_is_not_backed_off(cluster, monkeypatch, verb):
+    _, two, hashes = nodes(cluster)
+    original = getattr(Peer, verb)
+
+    def late(peer, *args):
+        monkeypatch.setattr(Peer, verb, original)
+        raise TransferTimeout("no answer in time")
+
+    monkeypatch.setattr(Peer, verb, late)
+    result = two.load(hashes, range(4))
+    assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.TIMEOUT)
+    assert cluster.nodes["b"].state.peers.is_usable("a")
+    assert two.load(hashes, range(4)).num_blocks == 4
+
+
+def test_a_peer_that_is_silent_for_as_long_as_a_call_may_take_is_backed_off(cluster, monkeypatch):
+    _, two, hashes = nodes(cluster)
+    monkeypatch.setattr(Peer, "is_silent", lambda peer, call_timeout_s: True)
+
+    def late(peer, *args):
+        raise TransferTimeout("no answer in time")
+
+    monkeypatch.setattr(Peer, "lease", late)
+    assert two.load(hashes, range(4)).num_blocks == 0
+    assert not cluster.nodes["b"].state.peers.is_usable("a")

@@ -6,8 +6,12 @@ import threading
 
 import pytest
 
-from kvstore.errors import PeerLost
+from kvstore.blocks.codec import encode
+from kvstore.blocks.indexes import ints_in
+from kvstore.errors import PeerLost, TransferTimeout
+from kvstore.remote.messages import PeerGrant, PeerLease
 from kvstore.remote.peers import Peer, PeerBook
+from poolcheck.chains import chain_of
 
 
 @pytest.fixture
@@ -114,3 +118,52 @@ def test_a_slab_is_of_the_life_that_was_asked_for():
     peer._transport = Replaced((1, "the slab of life 1"))
     name, slab = peer.known_transport(1)
     assert (name.rpartition("/")[2], slab) == ("1", "the slab of life 1")
+
+
+CHAIN = chain_of("abc")
+NOTHING = encode(PeerGrant(lease_id=0, epoch=bytes(8), namespace_version=0, mover_generation=1, slots=ints_in(b"")))
+
+
+def ask(peer, connection, within_s):
+    """Ask for a lease, which may take so long."""
+    wanted = PeerLease(chain=CHAIN, block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=5.0, within_s=within_s)
+    return peer.lease(connection, wanted)
+
+
+class Silent:
+    """A connection on which no answer comes in time; `answer` is one that does."""
+
+    def __init__(self, book):
+        self.book, self.answer = book, None
+
+    def call(self, op, payload, *, timeout_s, meanwhile):
+        if self.answer is not None:
+            return self.answer
+        self.book.now_s += timeout_s
+        raise TransferTimeout("no answer")
+
+
+def test_a_peer_has_failed_only_after_silence_for_most_of_the_time_that_a_call_may_take(book):
+    connection = Silent(book)
+    peer = Peer("n", None, bytes(8), b"key")
+
+    def is_silent_after(within_s):
+        with pytest.raises(TransferTimeout):
+            ask(peer, connection, within_s)
+        return peer.is_silent(5.0)
+
+    assert [is_silent_after(1.0) for _ in range(4)] == [False, False, False, True]
+    connection.answer = NOTHING
+    assert len(ask(peer, connection, 1.0).slots) == 0
+    assert not peer.is_silent(5.0)
+    connection.answer = None
+    assert is_silent_after(5.0)
+
+
+def test_the_silence_of_questions_that_wait_together_counts_once(book):
+    peer, began_s = Peer("n", None, bytes(8), b"key"), book.now_s
+    for _ in range(8):
+        book.now_s = began_s  # All were asked at the same time.
+        with pytest.raises(TransferTimeout):
+            ask(peer, Silent(book), 1.0)
+    assert not peer.is_silent(2.0)

@@ -27,6 +27,11 @@ def test_lease(ttl_s):
     assert messages.decode_ask(encode(asked)) == asked
 
 
+def test_lookup():
+    asked = messages.AskLookup(CHAIN, 0.5, 0.05)
+    assert messages.decode_ask_lookup(encode(asked)) == asked
+
+
 def test_load():
     asked = messages.AskLoad(CHAIN, 1.5, 2.5)
     assert messages.decode_ask_load(encode(asked)) == asked

@@ -348,7 +348,7 @@ def test_what_a_directory_says_is_cut_to_what_was_asked(store, monkeypatch):
 @pytest.mark.parametrize("num_hashes", [1 << 18, 2_000_000])
 def test_a_run_that_is_too_long_costs_its_peer_the_connection(store, num_hashes):
     address, chain = store.peer_address(), msgspec.structs.replace(store.hashes, data=bytes(32) * num_hashes)
-    lease = PeerLease(chain=chain, block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=1.0)
+    lease = PeerLease(chain=chain, block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=1.0, within_s=2.0)
     with (
         contextlib.closing(
             connect_remote(address.host, address.port, HELLO | {"token": address.token}, timeout_s=5.0)

@@ -184,7 +184,10 @@ class Lookups:
             question.num_blocks = self._worth(client, client.lookup(hashes, remote=False, timeout_s=wait_s)).num_here
             if question.num_blocks == len(hashes) or not is_remote:
                 return
-            question.num_blocks = self._worth(client, client.lookup(hashes, timeout_s=wait_s)).num_blocks
+            # What is being saved was waited for just now: other questions wait behind this one.
+            question.num_blocks = self._worth(
+                client, client.lookup(hashes, timeout_s=wait_s, save_wait_s=0.0)
+            ).num_blocks
         except KVStoreError as error:
             self._stats.count("num_lookup_errors")
             logger.info("a lookup failed: %s", error)
