@@ -19,7 +19,7 @@ from kvstore.bounds import MIN_BLOCK_BYTES, clip
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 #: Names of eviction policies, the default first; kvstore.pool.eviction.make has the policies.
 EVICTION_POLICIES = ("learned", "lru")
