@@ -21,6 +21,7 @@ from kvstore.actors.mover import Mover
 from kvstore.actors.serving import DRAIN, READY
 from kvstore.blocks.chain import BlockHashes, decode_chain
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
+from kvstore.blocks.priority import Priority, retention_of
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_OWNER_CHARS, check_bytes, check_count, check_digest, check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, NamespaceMismatch, ProtocolError
@@ -28,6 +29,7 @@ from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
 from kvstore.node.pool_service import deadline_after
 from kvstore.remote.peers import PeerAddress
+from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +145,19 @@ class NodeStore:
         part: int = 0,
         ttl_s: float = 30.0,
         num_clears: int | None = None,
+        priority: Priority | str = Priority.NORMAL,
+        priority_s: float | None = None,
     ) -> StoreTicket:
         """Claim slots for blocks that are not here, or join the writers of their other parts.
 
         The store does not notice when this owner dies, so the slots come back `ttl_s` seconds after it granted them.
         The owner reads its clock before it asks, and must stop writing by then. If the namespace was cleared after
-        `num_clears` was read, nothing is claimed, and the ticket has another `num_clears`.
+        `num_clears` was read, nothing is claimed, and the ticket has another `num_clears`. `priority` and `priority_s`
+        are those of `Client.save`.
         """
         deadline_after(ttl_s)
-        return self._verbs.prepare_store(_chain(hashes), _owner(owner), num_parts, part, ttl_s, num_clears)
+        retention = retention_of(priority, priority_s, clock.now_s())
+        return self._verbs.prepare_store(_chain(hashes), _owner(owner), num_parts, part, ttl_s, num_clears, retention)
 
     def complete_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None

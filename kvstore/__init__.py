@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvstore.api import connect, node_store, start
     from kvstore.blocks.hashing import BlockHashes, Namespace
     from kvstore.blocks.part import Part
+    from kvstore.blocks.priority import Priority
     from kvstore.blocks.shape import KVShape, Planes, SideTensor
     from kvstore.blocks.ticket import HandoffTicket
     from kvstore.client.client import Client
@@ -55,6 +56,7 @@ __all__ = [
     "Part",
     "Pinned",
     "Planes",
+    "Priority",
     "Publication",
     "SaveResult",
     "SideTensor",
@@ -71,6 +73,7 @@ _NAMES_IN = {
     "api": ("Store", "connect", "node_store", "start"),
     "blocks.hashing": ("BlockHashes", "Namespace"),
     "blocks.part": ("Part",),
+    "blocks.priority": ("Priority",),
     "blocks.shape": ("KVShape", "Planes", "SideTensor"),
     "blocks.ticket": ("HandoffTicket",),
     "client.client": ("Client",),

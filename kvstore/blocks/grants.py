@@ -80,6 +80,7 @@ class HeldBlock(NamedTuple):
     parent: bytes
     depth: int
     block_hash: bytes
+    is_low: bool = False
 
 
 class StoreTicket(Record, frozen=True, kw_only=True):
@@ -168,3 +169,6 @@ class PoolStats:
     num_soft_pinned: int = 0
     #: Part of `num_leases`: leases that are soft pins.
     num_soft_pins: int = 0
+    #: Blocks of that priority, with those whose time has ended but whose turn to go has not come since.
+    num_low: int = 0
+    num_high: int = 0

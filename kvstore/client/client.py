@@ -13,6 +13,7 @@ from typing import Any
 from kvstore.blocks.codec import decode_counts, encode
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part, as_part
+from kvstore.blocks.priority import Priority
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.bounds import check_callable, check_flag, check_seconds, clip
 from kvstore.client import lease, load, save
@@ -252,7 +253,14 @@ class Client:
 
     # Jobs.
 
-    def save(self, hashes: BlockHashes, block_ids: object) -> Job[SaveResult]:
+    def save(
+        self,
+        hashes: BlockHashes,
+        block_ids: object,
+        *,
+        priority: Priority | str = Priority.NORMAL,
+        priority_s: float | None = None,
+    ) -> Job[SaveResult]:
         """Store engine blocks; blocks that are already stored are skipped.
 
         The engine must not overwrite the blocks before the job is done or abandoned. A block can be found only once all
@@ -266,6 +274,10 @@ class Client:
             hashes: a run of a chain, from its root or right after a stored block.
             block_ids: the engine's blocks that hold the tokens of the hashes, in order: one for each hash when the
                 block sizes are equal. Exactly the tokens of the hashes are stored.
+            priority: how much the blocks matter when the memory of the node is full: "low", "normal" or "high"
+                (docs/eviction.md). It raises that of blocks which are stored already, and never lowers it. A load, a
+                lease or a pin of LOW blocks makes them NORMAL.
+            priority_s: after so many seconds, up to a day, the blocks are NORMAL; as long as they are here when None.
 
         Raises:
             NamespaceMismatch, ChainBroken, InvalidRequest: an argument is wrong; nothing changed. The job raises
@@ -273,7 +285,7 @@ class Client:
             LayoutMismatch: the registered tensors were replaced; nothing is stored. The job raises it if they are
                 replaced later.
         """
-        return save.begin_save(self._attached, hashes, block_ids)
+        return save.begin_save(self._attached, hashes, block_ids, priority, priority_s)
 
     def load(
         self,

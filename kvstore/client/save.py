@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.part import Part
+from kvstore.blocks.priority import as_priority, check_priority_s
 from kvstore.client.attachment import Attachment
 from kvstore.client.job import Job
 from kvstore.client.results import SaveResult
@@ -28,8 +29,11 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.02
 
 
-def begin_save(attached: Attachment, hashes: BlockHashes, block_ids: object) -> Job[SaveResult]:
+def begin_save(
+    attached: Attachment, hashes: BlockHashes, block_ids: object, priority: object, priority_s: object
+) -> Job[SaveResult]:
     """Begin `Client.save`; see there for the arguments."""
+    priority, seconds = as_priority(priority), check_priority_s(priority_s)
     copier, chain = attached.registered(), attached.chain(hashes)
     store, part = attached.store, attached.part
     num_clears = attached.clears.get(chain.namespace)  # Read now: the namespace may be cleared before a thread is free.
@@ -37,11 +41,12 @@ def begin_save(attached: Attachment, hashes: BlockHashes, block_ids: object) -> 
     pages = job_pages(block_ids, copier, chain.start, len(chain))
     copier.check_unchanged()
     guard, limit_s = CopyGuard(pages.order), store.call_timeout_s
+    asked = Prepare(chain, part.num_parts, part.index, num_clears, priority, seconds)
     deadline_s = clock.now_s() + store.config.transfer_timeout_s
 
     def run() -> Steps[SaveResult]:
         with store.for_jobs.taken() as connection, attached.noting_stuck():
-            saving = run_save(connection, copier, chain, pages, part, guard, limit_s, deadline_s, num_clears)
+            saving = run_save(connection, copier, asked, pages, part, guard, limit_s, deadline_s)
             return (yield from saving)
 
     return submit(attached, Work(run), f"save of {len(chain)} blocks", guard)
@@ -50,19 +55,18 @@ def begin_save(attached: Attachment, hashes: BlockHashes, block_ids: object) -> 
 def run_save(
     connection: ControlClient,
     copier: EngineCopier,
-    chain: BlockHashes,
+    asked: Prepare,
     pages: EnginePages,
     part: Part,
     guard: CopyGuard,
     call_timeout_s: float,
     deadline_s: float,
-    num_clears: int,
 ) -> Steps[SaveResult]:
     """Claim slots, copy and publish. Wait for other clients' blocks, and write those they give up.
 
     One of several ranks copies its part and waits for the other parts; a block that other ranks gave up is not retried.
 
-    Other clients are waited for until `deadline_s`, by kvstore.runtime.clock. `num_clears` is the namespace's count of
+    Other clients are waited for until `deadline_s`, by kvstore.runtime.clock. `asked` has the namespace's count of
     clearings when `Client.save` was called. No other job uses the connection meanwhile.
 
     Raises:
@@ -75,11 +79,11 @@ def run_save(
     """
     # Blocks written in earlier rounds. One evicted during a wait is written again, and counts once.
     earlier: set[int] = set()
-    request = encode(Prepare(chain, part.num_parts, part.index, num_clears))
+    chain, request = asked.chain, encode(asked)
     while True:
         answer = yield from asking(connection, Op.PREPARE_STORE, request, timeout_s=call_timeout_s)
         ticket = decode_ticket(answer)
-        if ticket.num_clears != num_clears:
+        if ticket.num_clears != asked.num_clears:
             logger.info(
                 "a save of %d blocks is dropped: their namespace was cleared since it was asked for", len(chain)
             )

@@ -181,6 +181,9 @@ class Writer:
             context.changed()
 
     def _is_wanted(self, block: HeldBlock) -> bool:
+        if block.is_low:
+            self._drop("low_priority", 1)
+            return False
         if self._seen is None or self._context.disk_pool.lookup(chain_of([block])):
             return True
         with self._lock:

@@ -6,6 +6,7 @@ from functools import partial
 
 from kvstore.blocks.codec import decode_id, encode
 from kvstore.blocks.grants import Grant, PinKind
+from kvstore.blocks.priority import retention_of
 from kvstore.bounds import check_seconds
 from kvstore.errors import ConfigError
 from kvstore.node.state import NodeState
@@ -72,9 +73,11 @@ class PoolRoutes:
                 "this kernel does not tell the store when this process ends, so it may read but not write; "
                 "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
             )
+        retention = retention_of(asked.priority, asked.priority_s, clock.now_s())
         ticket = self._service.prepare_store(
-            asked.chain, connection.owner, asked.num_parts, asked.part, num_clears=asked.num_clears
-        )
+            asked.chain, connection.owner, asked.num_parts, asked.part,
+            num_clears=asked.num_clears, retention=retention,
+        )  # fmt: skip
         connection.gave = message.request, partial(self._service.abort_store, ticket.write_id, connection.owner)
         return encode(ticket)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
+from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import (
     MAX_BLOCK_BYTES,
     MAX_NAMESPACES,
@@ -247,6 +248,7 @@ class PoolService:
         part: int = 0,
         ttl_s: float = FOREVER_S,
         num_clears: int | None = None,
+        retention: Retention = NORMAL,
     ) -> StoreTicket:
         """Claim slots for missing blocks, or join the writers of their other parts.
 
@@ -257,6 +259,7 @@ class PoolService:
             part: the part that this owner writes.
             ttl_s: the slots come back after this time even if the owner lives; infinite if its death is noticed.
             num_clears: as for `Pool.prepare_store`.
+            retention: likewise.
 
         Raises:
             StoreDraining: the store no longer grants anything.
@@ -266,14 +269,10 @@ class PoolService:
         self.check_serving()
         in_parts = isinstance(num_parts, int) and num_parts > 1  # The pool refuses a value that is not a number.
         ticket = self.pool.prepare_store(
-            chain,
-            owner,
-            num_parts=num_parts,
-            part=part,
+            chain, owner, num_parts=num_parts, part=part, num_clears=num_clears, retention=retention,
             deadline_s=FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s),
             parts_deadline_s=deadline_after(self._config.lease_ttl_s) if in_parts else FOREVER_S,
-            num_clears=num_clears,
-        )
+        )  # fmt: skip
         if in_parts or ttl_s != FOREVER_S:
             self._wake()
         return ticket

@@ -15,7 +15,7 @@ from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.errors import ChainBroken
 from kvstore.memory.clears import group_of
 from kvstore.memory.presence import PresenceCounts
-from kvstore.pool.eviction.policy import EvictionPolicy
+from kvstore.pool.eviction.priorities import PriorityOrder
 from kvstore.pool.runs import NO_RUN, Run, RunColumns
 from kvstore.pool.slot_lists import NO_SLOTS, SlotList, join
 
@@ -93,7 +93,7 @@ class BlockIndex:
     `presence` counts the first blocks of chains that are ready, `eviction` is told of blocks without children.
     """
 
-    def __init__(self, num_slots: int, presence: PresenceCounts, eviction: EvictionPolicy) -> None:
+    def __init__(self, num_slots: int, presence: PresenceCounts, eviction: PriorityOrder) -> None:
         self.presence, self._eviction = presence, eviction
         self.block_hash, self.parent = [b""] * num_slots, [b""] * num_slots
         #: The space of each slot's block, perhaps one in `cleared`; `NOTHING` for a slot without a block.

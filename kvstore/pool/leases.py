@@ -65,10 +65,10 @@ class LeaseTable(OwnedTable[_Lease]):
 
     def pin_slots(self, slots: list[int], namespace: bytes, owner: str) -> tuple[int, list[HeldBlock]]:
         """Pin the slots that have readable blocks of a namespace, until they are released; see `Pool.hold`."""
-        table, index = self._table, self._table.index
+        table, index, is_low = self._table, self._table.index, self._table.eviction.is_low
         space = index.space_of(namespace)
         found = [
-            HeldBlock(slot, namespace, index.parent[slot], index.depth[slot], index.block_hash[slot])
+            HeldBlock(slot, namespace, index.parent[slot], index.depth[slot], index.block_hash[slot], is_low(slot))
             for slot in slots
             if space.ready.get(index.block_hash[slot]) == slot
         ]

@@ -17,6 +17,7 @@ from itertools import count as count_from
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, HeldBlock, PinKind, PoolStats, StoreTicket
+from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import MAX_PARTS, check_count
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
@@ -27,6 +28,7 @@ from kvstore.pool.slot_checks import check_slots
 from kvstore.pool.slots import SlotTable
 from kvstore.pool.watches import WatchTable
 from kvstore.pool.writes import WriteTable, WriteTerms
+from kvstore.runtime import clock
 
 __all__ = ["Grant", "PinKind", "Pool", "PoolStats", "StoreTicket"]
 
@@ -54,6 +56,7 @@ class Pool:
             that became readable.
         eviction: chooses what goes when the pool is full, for as many slots, and for no other pool; the least recently
             used when None.
+        now_s: the clock by which the priorities of blocks end, in seconds.
     """
 
     def __init__(
@@ -68,13 +71,14 @@ class Pool:
         clears: ClearCounts | None = None,
         on_published: Callable[[bytes, list[int], str], None] | None = None,
         eviction: EvictionPolicy | None = None,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         if num_slots < 0:
             raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
         self._yield = yield_point
-        self.table = SlotTable(num_slots, presence, eviction)
+        self.table = SlotTable(num_slots, presence, eviction, now_s)
         self.watches = WatchTable(self.table.index)
         self.swept_at_once = _SWEPT_AT_ONCE
         new_id = count_from(secrets.randbits(48) + 1).__next__
@@ -197,6 +201,7 @@ class Pool:
         deadline_s: float = _NEVER_S,
         parts_deadline_s: float = _NEVER_S,
         num_clears: int | None = None,
+        retention: Retention = NORMAL,
     ) -> StoreTicket:
         """Claim a slot for each missing block of a run, or join its writing in parts.
 
@@ -213,6 +218,8 @@ class Pool:
             parts_deadline_s: when the pool gives up a block for which not all ranks have come.
             num_clears: result of `num_clears` when the caller began to keep the blocks' KV for this; the present
                 count when None. After a later clearing nothing is claimed or joined, and the ticket has another count.
+            retention: how much the blocks matter, until a time of the pool's clock. It raises that of blocks which are
+                here already, and never lowers it; of two ends the later one counts.
 
         Raises:
             ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
@@ -229,8 +236,9 @@ class Pool:
         _check_deadline(deadline_s)
         _check_deadline(parts_deadline_s)
         terms = WriteTerms(
-            owner=owner, part=part, num_parts=num_parts, deadline_s=deadline_s, parts_deadline_s=parts_deadline_s
-        )
+            owner=owner, part=part, num_parts=num_parts, deadline_s=deadline_s, parts_deadline_s=parts_deadline_s,
+            retention=retention,
+        )  # fmt: skip
         with self._step("prepare_store"):
             if num_clears is not None and num_clears != self._clears.get(chain.namespace):
                 # The writer's blocks are from before the last clearing.
@@ -514,6 +522,8 @@ class Pool:
                 num_hard_pinned=len(self.leases.hard_pins),
                 num_soft_pinned=len(table.eviction.soft_pins),
                 num_soft_pins=self.leases.num_soft_pins,
+                num_low=table.eviction.num_low,
+                num_high=table.eviction.num_high,
             )
 
     def check_integrity(self) -> None:

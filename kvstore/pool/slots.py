@@ -5,17 +5,22 @@ No locking here: the pool holds its lock. kvstore.pool.slot_checks asserts that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.block_index import BlockIndex, Space
 from kvstore.pool.eviction.lru import LeastRecentlyUsed
 from kvstore.pool.eviction.policy import EvictionPolicy
+from kvstore.pool.eviction.priorities import PriorityOrder
 from kvstore.pool.runs import Run
 from kvstore.pool.slot_columns import SlotColumns
 from kvstore.pool.slot_lists import SlotList
+from kvstore.runtime import clock
 
 #: Few counters, so that in tests many blocks share one.
 _OWN_COUNTERS = 16
@@ -25,16 +30,28 @@ class SlotTable:
     """Operations on more than one of `index`, `columns` and `eviction`; callers use these for all others."""
 
     def __init__(
-        self, num_slots: int, presence: PresenceCounts | None = None, eviction: EvictionPolicy | None = None
+        self,
+        num_slots: int,
+        presence: PresenceCounts | None = None,
+        eviction: EvictionPolicy | None = None,
+        now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         self.num_slots = num_slots
         self.columns = SlotColumns(num_slots)
-        self.eviction: EvictionPolicy = LeastRecentlyUsed(num_slots) if eviction is None else eviction
+        policy = LeastRecentlyUsed(num_slots) if eviction is None else eviction
+        self.eviction = PriorityOrder(policy, num_slots, now_s)
         presence = PresenceCounts(bytearray(_OWN_COUNTERS)) if presence is None else presence
         self.index = BlockIndex(num_slots, presence, self.eviction)
         self.num_evicted = self.num_published = 0
 
-    def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes, depths: npt.NDArray[np.int64]) -> Run:
+    def claim(
+        self,
+        hashes: list[bytes],
+        parents: list[bytes],
+        namespace: bytes,
+        depths: npt.NDArray[np.int64],
+        retention: Retention = NORMAL,
+    ) -> Run:
         """Take slots for the leading blocks that get one, free slots first, then by eviction.
 
         They are ascending, in a new generation, and being written.
@@ -44,7 +61,7 @@ class SlotTable:
             hashes = hashes[: len(run.slots)]
             run.data = b"".join(hashes)
             self.index.claim(run, hashes, parents[: len(hashes)], namespace, depths[: len(hashes)])
-            self.eviction.claimed(run.whole, hashes)
+            self.eviction.claimed(run.whole, hashes, retention)
         return run
 
     def claim_anonymous(self, wanted: int) -> Run:
@@ -169,7 +186,7 @@ class SlotTable:
         index = self.index
         ready = (slot for space in index.spaces.values() for slot in space.ready.values())
         leaves = [slot for slot in ready if not index.num_children[slot]]
-        leaves.sort(key=self.eviction.last_touch, reverse=True)
+        leaves.sort(key=self.eviction.stamp.__getitem__, reverse=True)
         chains, seen = list[BlockHashes](), set[int]()
         for leaf in leaves:
             space, path = index.space[leaf], list[int]()

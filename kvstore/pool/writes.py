@@ -17,6 +17,7 @@ import numpy as np
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import StoreTicket
 from kvstore.blocks.indexes import pack_ints
+from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import MAX_HELD_BLOCKS
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
@@ -37,6 +38,7 @@ class WriteTerms:
     num_parts: int = 1
     deadline_s: float = float("inf")
     parts_deadline_s: float = float("inf")
+    retention: Retention = NORMAL
 
 
 @dataclass(slots=True)
@@ -127,7 +129,7 @@ class WriteTable(OwnedTable[_Write]):
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
             touched = [above, *run]
         listed_run = listed if slots is touched else index.claims.listed(touched)
-        stamp = table.eviction.touched(listed_run, is_use=False)
+        stamp = table.eviction.touched(listed_run, is_use=False, retention=terms.retention)
         if end < len(hashes):
             # Pinned blocks after a refused one are not touched, and eviction may have passed their place.
             stamp = 0
@@ -193,7 +195,7 @@ class WriteTable(OwnedTable[_Write]):
             missing = [i for i, slot in enumerate(found) if slot is None]
             hashes, parents, depths = [hashes[i] for i in missing], [parents[i] for i in missing], depths[missing]
         self._sweep_writing(len(hashes) - self._table.columns.num_free)
-        run = self._table.claim(hashes, parents, chain.namespace, depths)
+        run = self._table.claim(hashes, parents, chain.namespace, depths, terms.retention)
         count = len(run.slots)
         if count and terms.num_parts > 1:
             self._parts.begin(run, terms.num_parts, terms.parts_deadline_s)

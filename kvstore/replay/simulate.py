@@ -59,12 +59,13 @@ def make_pool(
     Args:
         policy_name: one of `POOL_POLICIES`.
         num_blocks: its capacity.
-        now_s: the clock of the trace, for policies that look at one.
+        now_s: the clock of the trace.
         on_published: see `Pool`.
     """
     assert policy_name in POOL_POLICIES, policy_name
     name = EVICTION_POLICIES[0] if policy_name == "default" else policy_name
-    return Pool(num_blocks, eviction=make_policy(name, num_blocks, now_s), on_published=on_published)
+    policy = make_policy(name, num_blocks, now_s)
+    return Pool(num_blocks, eviction=policy, on_published=on_published, now_s=now_s)
 
 
 def use_blocks(pool: Pool, chain: BlockHashes) -> int:

@@ -11,6 +11,7 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import U16, U32, U64, Epoch, NodeId, Record, decoder
 from kvstore.blocks.grants import Grant, StoreTicket
 from kvstore.blocks.indexes import IndexArray, checked_slots, ints_in
+from kvstore.blocks.priority import Priority
 from kvstore.errors import ProtocolError
 
 #: Length of the key that names another store as the owner of leases.
@@ -67,12 +68,17 @@ class AskPin(Record, frozen=True):
 
 
 class Prepare(Record, frozen=True):
-    """Ask for slots to write one part of each block of a run; refused if `num_clears` is not the present count."""
+    """Ask for slots to write one part of each block of a run; refused if `num_clears` is not the present count.
+
+    The blocks have the priority for `priority_s` seconds from now, or as long as they are here when that is None.
+    """
 
     chain: BlockHashes
     num_parts: U16 = 1
     part: U16 = 0
     num_clears: U64 | None = None
+    priority: Priority = Priority.NORMAL
+    priority_s: float | None = None
 
 
 class WriteEnd(Record, frozen=True):

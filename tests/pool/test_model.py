@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from kvstore.blocks.grants import PinKind
+from kvstore.blocks.priority import Priority, Retention
 from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased, PoolExhausted
 from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.eviction.reuse import EDGES_S
@@ -43,12 +45,18 @@ class PoolMachine(RuleBasedStateMachine):
         st.sampled_from((0,) * 6 + (1, 2)),
     )
 
+    priorities = st.sampled_from((*Priority, Priority.NORMAL))
+    priority_times = st.sampled_from((NEVER_S, 2.0, 4.0))
+
     num_slots = NUM_SLOTS
 
     def __init__(self):
         super().__init__()
         self.model = Model(self.num_slots, MAX_PINNED, MAX_HARD_PINNED)
-        self.pool = Pool(self.num_slots, MAX_PINNED, max_hard_pinned=MAX_HARD_PINNED, eviction=self.policy())
+        self.pool = Pool(
+            self.num_slots, MAX_PINNED, max_hard_pinned=MAX_HARD_PINNED, eviction=self.policy(),
+            now_s=lambda: self.model.now_s,
+        )  # fmt: skip
         self.waiting: dict[int, tuple[Watch, list[int]]] = {}
         self.told: list[list[int]] = []
         self.replayed: set[bytes] = set()
@@ -142,10 +150,16 @@ class PoolMachine(RuleBasedStateMachine):
         needs_parent=st.booleans(),
         parts=st.sampled_from(((1, 0), (1, 0), (2, 0), (2, 1), (3, 1))),
         ttl_s=st.sampled_from((NEVER_S, NEVER_S, 2.0)),
+        priority=priorities,
+        priority_s=priority_times,
     )
-    def prepare(self, chain, owner, needs_parent, parts=(1, 0), ttl_s=NEVER_S):
+    def prepare(
+        self, chain, owner, needs_parent, parts=(1, 0), ttl_s=NEVER_S, priority=Priority.NORMAL, priority_s=NEVER_S
+    ):
         model, hashes, (num_parts, part) = self.model, chain.hashes(), parts
+        retention = Retention(priority, self.now_s + priority_s)
         terms = {
+            "retention": retention,
             "num_parts": num_parts, "part": part, "deadline_s": self.now_s + ttl_s,
             "parts_deadline_s": self.now_s + 4.0 if num_parts > 1 else NEVER_S,
         }  # fmt: skip
@@ -178,11 +192,14 @@ class PoolMachine(RuleBasedStateMachine):
             model.evict(slot)
         for i in missing[:count]:
             above = hashes[i - 1] if i else chain.parent
-            model.claim(slot_of[i], Block(hashes[i], chain.namespace, above, num_parts, terms["parts_deadline_s"]))
+            block = Block(hashes[i], chain.namespace, above, num_parts, terms["parts_deadline_s"], retention=retention)
+            model.claim(slot_of[i], block)
             found[i] = slot_of[i]
         for i in indexes:
             model.blocks[found[i]].writers.add(part)
-        model.touch([*([parent] if parent >= 0 else []), *found[:refused_at]], SAVE_GAP_S)
+        touched = [*([parent] if parent >= 0 else []), *found[:refused_at]]
+        model.touch(touched, SAVE_GAP_S)
+        model.prefer(touched, retention)
         assert ticket.num_awaited == sum(not model.blocks[slot].ready for slot in found[:refused_at]) - len(indexes)
         assert ticket.num_clears == model.num_clears[chain.namespace]
         assert bool(ticket.write_id) == bool(indexes)
@@ -195,9 +212,9 @@ class PoolMachine(RuleBasedStateMachine):
         )  # fmt: skip
         return ticket.write_id
 
-    @rule(chain=chains, owner=owners)
-    def store(self, chain, owner):
-        write_id = self.prepare(chain, owner, needs_parent=False)
+    @rule(chain=chains, owner=owners, priority=priorities, priority_s=priority_times)
+    def store(self, chain, owner, priority=Priority.NORMAL, priority_s=NEVER_S):
+        write_id = self.prepare(chain, owner, needs_parent=False, priority=priority, priority_s=priority_s)
         if isinstance(write_id, int):
             self.complete(write_id, owner, None)
 
@@ -282,6 +299,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert (stats.num_leases, stats.num_writes) == (len(model.leases), len(model.writes))
         num_soft_pinned = sum(block.soft > 0 for block in model.blocks.values())
         assert (stats.num_hard_pinned, stats.num_soft_pinned) == (len(model.hard_pinned()), num_soft_pinned)
+        now = Counter(model.priority(block) for block in model.blocks.values() if block.findable)
+        assert stats.num_low >= now[Priority.LOW]
+        assert stats.num_high >= now[Priority.HIGH]
         for owner in ("p", "q"):
             held = [*model.leases.values(), *model.writes.values()]
             assert self.pool.holds(owner) == any(one.owner == owner for one in held)
@@ -333,6 +353,29 @@ class SharingMachine(PoolMachine):
         self.clear(chain.namespace)
 
 
+class PriorityMachine(PoolMachine):
+    """Fewer kinds of calls and more slots, so that blocks of all priorities are here at once, and time passes."""
+
+    num_slots = 6
+    lookup = grow = renew = watch = end_watch = end_quarantine = release_owner = None  # type: ignore[assignment]
+
+    @rule(tokens=st.text("xyz", min_size=1, max_size=4), priority=PoolMachine.priorities)
+    def make_room(self, tokens, priority):
+        """Let several blocks go at once."""
+        self.store(chain_of(tokens), "q", priority, 2.0)
+
+    @rule(some=st.lists(st.tuples(PoolMachine.chains, PoolMachine.priorities), min_size=2, max_size=4))
+    def store_some(self, some):
+        """Store what others store under another priority, for another time."""
+        for at, (chain, priority) in enumerate(some):
+            self.store(chain, "p", priority, (NEVER_S, 3.0, 5.0)[at % 3])
+
+    @rule(seconds=st.sampled_from((1.0, 2.5)))
+    def wait(self, seconds):
+        """Let priorities end, and nothing else."""
+        self.model.now_s += seconds
+
+
 #: By uses and age, with estimates that cross: each class is the likeliest at some age, and none rises.
 HAZARDS = [[9.0, 0.5, 0.4, 0.1], [8.0, 8.0, 0.2, 0.1], [2.0, 2.0, 2.0, 0.3], [1.0, 1.0, 1.0, 1.0]]
 STEPS_S = (2.0, 4.0, 64.0)
@@ -381,7 +424,7 @@ class LearnedMachine(PoolMachine):
 
     @invariant()
     def uses_are_those_of_the_model(self):
-        blocks = self.pool.table.eviction.blocks
+        blocks = self.pool.table.eviction.policy.blocks
         found = blocks.uses[blocks.rows_of(SlotList.of(list(range(self.num_slots))))]
         assert all(found[slot] == block.uses for slot, block in self.model.blocks.items() if block.findable)
 
@@ -400,6 +443,7 @@ class LearnedSharingMachine(SharingMachine):
 
 
 TestPoolMachine, TestSharingMachine = PoolMachine.TestCase, SharingMachine.TestCase
+TestPriorityMachine = PriorityMachine.TestCase
 TestUnlearnedMachine, TestLearnedMachine = UnlearnedMachine.TestCase, LearnedMachine.TestCase
 TestLearnedSharingMachine = LearnedSharingMachine.TestCase
 TestPoolMachine.settings = TestSharingMachine.settings = TestUnlearnedMachine.settings = settings(
@@ -413,3 +457,4 @@ TestPoolMachine.settings = TestSharingMachine.settings = TestUnlearnedMachine.se
     phases=[Phase.generate] if os.environ.get("POOLCHECK_MUTANT") else tuple(Phase),
 )
 TestLearnedMachine.settings = TestLearnedSharingMachine.settings = TestPoolMachine.settings
+TestPriorityMachine.settings = TestPoolMachine.settings

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.priority import Priority
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.integrations.vllm.handover import Desk
 
@@ -49,12 +50,16 @@ class SavePlan:
         hashes: from the root of the chain on, so that blocks evicted meanwhile are stored again.
         block_ids: the engine's blocks for their tokens.
         tickets: under which each worker publishes these blocks instead, by rank, to hand them off.
+        priority: of the stored blocks.
+        priority_s: see `Client.save`.
     """
 
     req_id: str
     hashes: BlockHashes
     block_ids: list[int]
     tickets: tuple[HandoffTicket, ...] = ()
+    priority: Priority = Priority.NORMAL
+    priority_s: float | None = None
 
 
 class Local(Generic[T]):

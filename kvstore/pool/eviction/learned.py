@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from kvstore.pool.eviction.ages import AgeQueues
 from kvstore.pool.eviction.block_uses import BlockUses
 from kvstore.pool.eviction.ghosts import Rows
 from kvstore.pool.eviction.reuse import EDGES_S, NUM_BUCKETS, NUM_CLASSES, ReuseCounts, bucket_of
-from kvstore.pool.eviction.soft_pins import SoftPins
 from kvstore.pool.eviction.touch_log import TouchLog
 from kvstore.pool.slot_lists import SlotList
 from kvstore.runtime import clock
@@ -73,18 +72,12 @@ class LearnedReuse:
         self._logs = tuple(TouchLog(self.stamp) for _ in range(NUM_CLASSES))
         #: How often a slot came back to a place that its log had passed.
         self._num_put_back = 0
-        self._soft = SoftPins()
         self.blocks = BlockUses(num_slots, num_ghosts)
         self.counts = ReuseCounts()
         self.ages = AgeQueues(self.counts, self.blocks.number, self.blocks.uses)
         self._number = self._num_uses = self.num_reuses = 0
         #: Per class and bucket; None while LRU decides.
         self.hazards: list[list[float]] | None = None
-
-    @property
-    def soft_pins(self) -> Mapping[int, int]:
-        """Slots with a soft pin, and the number of soft pins of each."""
-        return self._soft.counts
 
     def claimed(self, slots: SlotList, hashes: Sequence[bytes]) -> None:
         """Note the first use of new blocks, and the reuse of blocks that were evicted not too long ago."""
@@ -153,14 +146,6 @@ class LearnedReuse:
     #: Written blocks come up in the same way as released ones.
     stored = released
 
-    def soft_pinned(self, slots: Iterable[int]) -> None:
-        """Add a soft pin to each slot."""
-        self._soft.add(slots)
-
-    def soft_unpinned(self, slots: Iterable[int]) -> None:
-        """Remove a soft pin from each slot that has one; after its last one, a slot has its old place again."""
-        self.released(self._soft.remove(slots), 0)
-
     def evicted(self, slots: SlotList, hashes: Sequence[bytes]) -> None:
         """Remember blocks that are not here any more: when they come back, it was a reuse."""
         self.blocks.evicted(slots, hashes)
@@ -169,30 +154,18 @@ class LearnedReuse:
         """Take slots out of the order."""
         self._stamps[slots.index] = 0
         self.blocks.forget(slots)
-        self._soft.forget(slots)
 
     def victims(self) -> Iterator[int]:
         """Take slots out of the order, least hazard first; slots that are not yielded stay in it."""
-        soft_pins, held_back, now_s = self._soft.counts, self._soft.held_back, self._now_s()
-        while True:
-            log = self._least_likely(now_s)
-            if log is None:
-                if not held_back:
-                    return
-                slot, touched = held_back.popitem(last=False)
-                if self.stamp[slot] == touched:
-                    yield slot
-                continue
+        now_s = self._now_s()
+        while (log := self._least_likely(now_s)) is not None:
             first, slot = log.oldest()
             touched, num_put_back = first, self._num_put_back
             # What was touched together is equally likely, so look at the other classes only after that, or when a slot
             # came back: it may be the parent of the one that has just gone, and of any class.
             while touched == first and num_put_back == self._num_put_back:
                 log.pop()
-                if slot in soft_pins:
-                    self._soft.hold_back(slot, touched)
-                else:
-                    yield slot
+                yield slot
                 touched, slot = log.oldest()
 
     def _least_likely(self, now_s: float) -> TouchLog | None:
@@ -212,16 +185,11 @@ class LearnedReuse:
                     least, chosen = (hazard, touched), log
         return chosen
 
-    def last_touch(self, slot: int) -> int:
-        """Return the stamp of a slot."""
-        return self.stamp[slot]
-
     def check(self, evictable: set[int]) -> None:
         """Assert that every evictable slot has a place, and that logs and blocks are consistent."""
-        placed = self._soft.placed(self.stamp)
+        placed = set[int]()
         for number, log in enumerate(self._logs):
             mine = log.check()
             placed |= {slot for slot in mine if self._class[slot] == number}
-        self._soft.check()
         self.blocks.check()
         assert evictable <= placed, f"slots {sorted(evictable - placed)} could be evicted but never come up"

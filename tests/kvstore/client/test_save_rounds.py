@@ -12,6 +12,7 @@ from kvstore.blocks.part import as_part
 from kvstore.client.save import run_save
 from kvstore.client.work import CopyGuard
 from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Prepare
 from kvstore.runtime import clock
 
 CHAIN = BlockHashes(b"n" * 32, b"n" * 32, 0, b"".join(bytes([i]) * 32 for i in range(1, 4)))
@@ -48,8 +49,8 @@ def save(*answers, part=None):
         into_slots=lambda pages, indexes, slots: None, check_unchanged=lambda: None, num_slots=1 << 20
     )
     steps = run_save(
-        SimpleNamespace(ask=ask, fileno=lambda: 0), copier, CHAIN, None, part or as_part(None), CopyGuard(),
-        1.0, clock.now_s() + 60.0, 0,
+        SimpleNamespace(ask=ask, fileno=lambda: 0), copier, Prepare(CHAIN, num_clears=0), None, part or as_part(None),
+        CopyGuard(), 1.0, clock.now_s() + 60.0,
     )  # fmt: skip
     found = None
     while found is None:

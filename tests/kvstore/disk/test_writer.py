@@ -130,6 +130,20 @@ def test_the_budget(start, cluster):
     assert store.num("num_written_bytes") == store.num("num_written") * stride
 
 
+def test_low_blocks_are_not_written_unless_they_are_used_before_their_turn(start, cluster, writes):
+    store, first = start(), cluster.hashes(16)
+    low, used = cluster.hashes(4, seed=1), cluster.hashes(4, seed=2)
+    with writes.held():
+        store.save(first, is_written=False)
+        wait_until(lambda: writes.num_waiting == _NUM_THREADS // 2)  # All that may write at once.
+        for chain, ids in ((low, range(16, 20)), (used, range(20, 24))):
+            assert store.worker.client.save(chain, list(ids), priority="low").result(SOON_S).num_written == 4
+        assert store.worker.client.prefetch(used).result(SOON_S).num_local == 4
+    stops_writing(store)
+    assert [store.disk.lookup(chain) for chain in (first, low, used)] == [16, 0, 4]
+    assert (store.num("num_written"), store.dropped("low_priority")) == (20, 4)
+
+
 def test_second_use_writes_what_is_stored_twice(start, cluster):
     store, hashes = start(disk_admission="second_use"), cluster.hashes(6)
     store.save(hashes, is_written=False)

@@ -440,4 +440,4 @@ def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monk
 def test_the_setting_decides_what_goes_when_a_node_is_full(cluster, eviction, policy):
     core = cluster.add("e", mover=False, capacity_bytes=1 << 16, eviction=eviction)
     core.state.pool_service.attach(b"n" * 32, 4096)
-    assert isinstance(core.pool.table.eviction, policy)
+    assert isinstance(core.pool.table.eviction.policy, policy)

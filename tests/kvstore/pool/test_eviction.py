@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from array import array
+from collections import deque
 
 import pytest
 
@@ -13,29 +14,28 @@ from poolcheck.chains import LATER_S, NAMESPACES, chain_of, store
 
 
 class FirstInFirstOut:
-    """Has every block that was stored, until it is freed; so it may name blocks that cannot go, and leaves none out."""
+    """Offers what was stored once, and again when it was released; so it may name blocks that cannot go."""
 
-    def __init__(self):
-        self.soft_pins, self.order, self.again, self.now = Counter(), {}, deque(), 0
+    def __init__(self, num_slots):
+        self.stamp = array("q", bytes(8 * num_slots))
+        self.order, self.again, self.now = {}, deque(), 0
 
     def claimed(self, slots, hashes):
         pass
 
     def touched(self, slots, *, is_use):
         self.now += 1
+        for slot in slots:
+            self.stamp[slot] = self.now
+        self.again.extend(slot for slot in slots if slot in self.order and slot not in self.again)
         return self.now
 
     def stored(self, slots, stamp):
         self.order.update(dict.fromkeys(slots))
+        self.again.extend(slots)
 
     def released(self, slots, stamp):
-        self.again.extend(slot for slot in slots if slot in self.order and slot not in self.soft_pins)
-
-    def soft_pinned(self, slots):
-        self.soft_pins.update(slots)
-
-    def soft_unpinned(self, slots):
-        self.soft_pins -= Counter(slot for slot in slots if slot in self.soft_pins)
+        self.again.extend(slot for slot in slots if slot in self.order)
 
     def evicted(self, slots, hashes):
         assert len(slots) == len(hashes) > 0
@@ -43,23 +43,20 @@ class FirstInFirstOut:
     def freed(self, slots):
         for slot in slots:
             self.order.pop(slot, None)
-            self.soft_pins.pop(slot, None)
+            self.stamp[slot] = 0
 
     def victims(self):
-        for is_soft in (False, True):
-            self.again = deque(slot for slot in self.order if (slot in self.soft_pins) is is_soft)
-            while self.again:
-                yield self.again.popleft()
-
-    def last_touch(self, slot):
-        return 0
+        while self.again:
+            slot = self.again.popleft()
+            if slot in self.order:
+                yield slot
 
     def check(self, evictable):
-        assert evictable <= self.order.keys()
+        assert evictable <= self.order.keys() & set(self.again)
 
 
 def test_the_policy_decides_what_goes_and_soft_pins_go_last():
-    pool = Pool(6, eviction=FirstInFirstOut())
+    pool = Pool(6, eviction=FirstInFirstOut(6))
     for tokens in ("ab", "cd", "ef"):
         store(pool, tokens)
     pool.pin(chain_of("ab"), "p", PinKind.SOFT)
@@ -73,7 +70,7 @@ def test_the_policy_decides_what_goes_and_soft_pins_go_last():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_pool_stays_whole_under_another_policy(seed):
-    rng, pool = random.Random(seed), Pool(12, eviction=FirstInFirstOut())
+    rng, pool = random.Random(seed), Pool(12, eviction=FirstInFirstOut(12))
     for _ in range(120):
         chain = chain_of("".join(rng.choice("abc") for _ in range(rng.randrange(1, 6))))
         what = rng.randrange(6)

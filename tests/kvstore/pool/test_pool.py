@@ -599,7 +599,7 @@ def test_many_touches_keep_the_order_of_eviction_small():
         grant = pool.pin_prefix(chain_of("ab"), "r", LATER_S)
         pool.release(grant.lease_id, "r")
     pool.check_integrity()
-    assert pool.table.eviction.log.num_logged <= 2 * 4 + 64 + 2
+    assert pool.table.eviction.policy.log.num_logged <= 2 * 4 + 64 + 2
 
 
 @pytest.mark.parametrize("by", ["eviction", "giving up", "giving up parts"])

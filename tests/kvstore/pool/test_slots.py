@@ -103,7 +103,7 @@ def test_generations_grow_with_every_claim_and_only_then():
         lambda t: t.index.depth.__setitem__(1, 0),
         lambda t: t.index.spaces[SPACE].ready.popitem(),
         lambda t: t.eviction.stamp.__setitem__(1, 0),
-        lambda t: setattr(t.eviction.log, "num_logged", 7),
+        lambda t: setattr(t.eviction.policy.log, "num_logged", 7),
         lambda t: t.columns.free.append(0),
         lambda t: t.columns.free.pop(),
         lambda t: t.columns.cleared.add(0),

@@ -10,6 +10,7 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.blocks.grants import Grant, StoreTicket
 from kvstore.blocks.indexes import pack_ints
+from kvstore.blocks.priority import Priority
 from kvstore.bounds import MAX_NODE_ID_CHARS
 from kvstore.errors import ChainBroken, ProtocolError
 from kvstore.rpc import handoff_messages, messages
@@ -60,9 +61,18 @@ def test_another_kind_of_pin_is_refused(kind):
 
 @pytest.mark.parametrize(("num_parts", "part"), [(1, 0), (2, 1), (65535, 65534)])
 @pytest.mark.parametrize("num_clears", [None, 7, 2**64 - 1])
-def test_prepare(num_parts, part, num_clears):
-    asked = messages.Prepare(CHAIN, num_parts, part, num_clears)
-    assert messages.decode_prepare(encode(asked)) == asked
+@pytest.mark.parametrize(("priority", "priority_s"), [(Priority.NORMAL, None), (Priority.LOW, 0.5), (Priority.HIGH, 9)])
+def test_prepare(num_parts, part, num_clears, priority, priority_s):
+    asked = messages.Prepare(CHAIN, num_parts, part, num_clears, priority, priority_s)
+    back = messages.decode_prepare(encode(asked))
+    assert back == asked
+    assert back.priority is priority
+
+
+@pytest.mark.parametrize("priority", [-1, 3, 255, 1.0, True, None, "low"])
+def test_another_priority_is_refused(priority):
+    with pytest.raises(ProtocolError, match="no Prepare"):
+        messages.decode_prepare(encode([CHAIN, 1, 0, None, priority]))
 
 
 @given(ids, st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 9999)), max_size=9))

@@ -6,15 +6,19 @@ block; a reader compares it for as long as it holds its lease, and a writer find
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 
+from kvstore.blocks.priority import Priority, Retention
 from kvstore.errors import ChainBroken, LeaseReleased
 from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.pool import Grant, Pool, StoreTicket
+from kvstore.runtime import clock
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 
 _STAMP = 32
@@ -30,10 +34,14 @@ class Hammered:
     writer_of: list[str | None]
     counts: dict[str, int] = field(default_factory=dict)
     leases: list[int] = field(default_factory=list)
+    priorities: Iterator[Priority] = field(default_factory=lambda: cycle((*Priority, Priority.NORMAL)))
+    #: Some end at once, some while the pool is hammered, some never.
+    priority_times: Iterator[float] = field(default_factory=lambda: cycle((0.0, 0.01, 0.1, math.inf, 1e-3)))
 
     def claim(self, tokens: str, owner: str, start: int = 0, **more: object) -> StoreTicket:
-        """Prepare a store; its slots must be nobody else's."""
-        ticket = self.pool.prepare_store(chain_of(tokens, start=start), owner, **more)
+        """Prepare a store, of any priority; its slots must be nobody else's."""
+        retention = Retention(next(self.priorities), clock.now_s() + next(self.priority_times))
+        ticket = self.pool.prepare_store(chain_of(tokens, start=start), owner, retention=retention, **more)
         for slot in ticket.slots:
             assert self.writer_of[slot] is None, f"slot {slot} is written by {self.writer_of[slot]} and {owner}"
             self.writer_of[slot] = owner

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import PinKind
+from kvstore.blocks.priority import NORMAL, Priority, Retention
 
 NEVER_S = float("inf")
 #: What is closer together is one use: of all, and of a save that finds blocks which their prompt has loaded.
@@ -41,6 +42,7 @@ class Block:
     touched_s: float = 0.0
     uses: int = 0
     used_s: float = -NEVER_S
+    retention: Retention = NORMAL
 
 
 @dataclass(kw_only=True)
@@ -139,10 +141,27 @@ class Model:
         plain = sorted((s for s in idle if not left[s].soft), key=lambda slot: self.place(left[slot]))
         return plain[:1], [s for s in idle if left[s].soft]
 
-    def place(self, block: Block) -> tuple[float, int]:
-        """Return what orders blocks: the least goes first."""
-        hazard = self.hazard(block.uses, self.now_s - block.touched_s) if self.hazard else 0.0
-        return hazard, block.touched
+    def priority(self, block: Block) -> Priority:
+        """Return the priority of a block now."""
+        return block.retention.priority if self.now_s < block.retention.until_s else Priority.NORMAL
+
+    def prefer(self, slots: list[int], retention: Retention) -> None:
+        """Raise the priority of blocks to that of a save, or of a use, which is NORMAL; never lower it."""
+        for block in map(self.blocks.__getitem__, slots):
+            now = self.priority(block)
+            if retention.priority > now:
+                block.retention = retention
+            elif retention.priority == now:
+                block.retention = Retention(now, max(retention.until_s, block.retention.until_s))
+
+    def place(self, block: Block) -> tuple[Priority, float, int]:
+        """Return what orders blocks: the least goes first. HIGH ones go by their end, NORMAL ones by hazards."""
+        priority, order = self.priority(block), 0.0
+        if priority is Priority.HIGH:
+            order = block.retention.until_s
+        elif priority is Priority.NORMAL and self.hazard:
+            order = self.hazard(block.uses, self.now_s - block.touched_s)
+        return priority, order, block.touched
 
     def num_evictable(self, wanted: int) -> int:
         """Return how many blocks could go to make room, `wanted` at most."""
@@ -155,7 +174,7 @@ class Model:
         return len(gone)
 
     def may_evict(self, victims: set[int], gone: frozenset[int] = frozenset()) -> bool:
-        """Whether these are what has to go: the least recently used on which nothing hangs, the preferred ones last."""
+        """Whether these are what has to go: the first in order on which nothing hangs, the preferred ones last."""
         if victims == gone:
             return True
         plain, preferred = self.evictable(set(gone))
@@ -201,6 +220,7 @@ class Model:
         else:
             self.pin(slots)
             held.slots += slots
+        self.prefer(slots, NORMAL)
         self.touch(slots, gap_s)
 
     def drop(self, lease_id: int) -> None:

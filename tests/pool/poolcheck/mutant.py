@@ -10,6 +10,7 @@ POOL, SLOTS, LEASES, WRITES = "kvstore.pool.pool", "kvstore.pool.slots", "kvstor
 INDEX, COLUMNS = "kvstore.pool.block_index", "kvstore.pool.slot_columns"
 EVICTION = "kvstore.pool.eviction"
 LRU, TOUCH_LOG, SOFT_PINS = f"{EVICTION}.lru", f"{EVICTION}.touch_log", f"{EVICTION}.soft_pins"
+PRIORITIES = f"{EVICTION}.priorities"
 LEARNED, BLOCK_USES, GHOSTS = f"{EVICTION}.learned", f"{EVICTION}.block_uses", f"{EVICTION}.ghosts"
 AGES, REUSE = f"{EVICTION}.ages", f"{EVICTION}.reuse"
 PART_RUNS, OWNED = "kvstore.pool.part_runs", "kvstore.pool.owners"
@@ -17,9 +18,11 @@ RUNS, PRESENCE, VERSIONS = "kvstore.pool.runs", "kvstore.memory.presence", "kvst
 EXPLORER = "tests/pool/test_explorer.py::test_every_schedule_up_to_three_preemptions"
 LINES = "tests/pool/test_explorer.py::test_a_preemption_at_every_line_of_the_pool"
 MODEL = "tests/pool/test_model.py::TestPoolMachine::runTest"
+PRIORITY_MODEL = "tests/pool/test_model.py::TestPriorityMachine::runTest"
 LEARNED_MODEL = "tests/pool/test_model.py::TestLearnedMachine::runTest"
 POLICY_RULES = "tests/kvstore/pool/eviction"
 LEARNED_RULES = f"{POLICY_RULES}/test_learned.py"
+PRIORITY_RULES = f"{POLICY_RULES}/test_priorities.py"
 FAULTS = "tests/pool/test_faults.py::test_a_fault_at_every_step"
 STALE = "tests/pool/test_stale.py"
 WIRE = "tests/pool/test_mover_wire.py"
@@ -32,8 +35,8 @@ SWEEPING, ANEW = "tests/kvstore/pool/test_sweeping.py", "tests/kvstore/pool/test
 #: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
 GAP = Patch(
     POOL,
-    "        self.table = SlotTable(num_slots, presence, eviction)\n",
-    "        self.table = SlotTable(num_slots, presence, eviction)\n"
+    "        self.table = SlotTable(num_slots, presence, eviction, now_s)\n",
+    "        self.table = SlotTable(num_slots, presence, eviction, now_s)\n"
     "        self.table.gap = self.table.columns.gap = lambda: (self._lock.release(), self._lock.acquire())\n",
 )
 

@@ -71,8 +71,8 @@ EVICTION_POLICIES = (
         "a save after its load is a use",
         "ours: each prompt looks as if it came again at once",
         "kvstore.pool.writes",
-        "touched(listed_run, is_use=False)",
-        "touched(listed_run, is_use=True)",
+        "touched(listed_run, is_use=False, retention",
+        "touched(listed_run, is_use=True, retention",
         LEARNED_MODEL,
     ),
     bug(

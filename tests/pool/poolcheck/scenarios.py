@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvstore.blocks.priority import Priority, Retention
 from poolcheck.chains import NAMESPACES, chain_of
 from poolcheck.run import Run
 from poolcheck.world import World
@@ -398,6 +399,29 @@ def dead_owner(run: Run):
     return [first(owner), reaper, lambda: world.read("ab", "r")], at_end
 
 
+def priorities_meet(run: Run):
+    """Two store one block under two priorities, while others need room and the time of one ends: the greater counts."""
+    world = World(run, 2)
+    world.store("n", "before")
+    low, high = Retention(Priority.LOW), Retention(Priority.HIGH, 10.0)
+    is_over: list[bool] = []
+
+    def writer():
+        world.store("x", "w")
+        assert is_over or not stored or world.pool.lookup(chain_of("a")), "it went before one that is NORMAL"
+
+    def saver():
+        world.store("a", "high", retention=high)
+        stored.append(True)
+
+    def clock():
+        is_over.append(True)
+        world.now_s = 20.0
+
+    stored: list[bool] = []
+    return [lambda: world.store("a", "low", retention=low), _in_turn(saver, clock), writer], lambda: world.at_rest("x")
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -420,5 +444,6 @@ SCENARIOS = {
         parts_of_an_earlier_claim,
         names_of_an_earlier_claim,
         dead_owner,
+        priorities_meet,
     )
 }

@@ -43,7 +43,11 @@ class World:
     """
 
     def __init__(self, run: Run, num_slots: int, max_pinned: int | None = None) -> None:
-        self.pool = Pool(num_slots, max_pinned, epoch=b"one life", eviction=make_eviction(num_slots))
+        #: By the clock that ends priorities.
+        self.now_s = 0.0
+        self.pool = Pool(
+            num_slots, max_pinned, epoch=b"one life", eviction=make_eviction(num_slots), now_s=lambda: self.now_s
+        )
         self.pool._lock = run.lock()
         # From 1 on in each run: where two come to one state, their numbers are the same.
         self.pool.new_id = self.pool.leases.new_id = self.pool.writes.new_id = count(1).__next__

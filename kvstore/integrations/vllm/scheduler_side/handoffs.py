@@ -14,6 +14,7 @@ from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, Handover
 from kvstore.integrations.vllm.plan import SavePlan, StepPlan
+from kvstore.integrations.vllm.scheduler_side.priority import read_priority
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 from kvstore.integrations.vllm.stats import Stats
 
@@ -54,6 +55,7 @@ class HandoffSide:
             why = f"wanted a mapping, got {clip(params)}; pass the params of a prefill engine on as they are"
             self._drop(tracked, f"kv_transfer_params: {why}")
             return
+        tracked.priority, tracked.priority_s = read_priority(params, tracked.request.request_id)
         tracked.may_publish = self._publishes and bool(params.get(DO_DECODE))
         if not params.get(DO_PREFILL) or not tracked.may_load:
             return

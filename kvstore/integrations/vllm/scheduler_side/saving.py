@@ -55,7 +55,9 @@ class Saving:
         if num_full <= tracked.num_saved:
             return
         ids = tracked.block_ids[: -(-num_full * size // self._engine_block_size)]
-        saves.append(SavePlan(req_id=req_id, hashes=tracked.hashes[:num_full], block_ids=ids))
+        hashes, priority, priority_s = tracked.hashes[:num_full], tracked.priority, tracked.priority_s
+        plan = SavePlan(req_id=req_id, hashes=hashes, block_ids=ids, priority=priority, priority_s=priority_s)
+        saves.append(plan)
         tracked.num_saved = num_full
         tracked.num_saves_open += self._num_workers
 

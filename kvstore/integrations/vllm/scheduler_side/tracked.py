@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.blocks.hashing import BlockHashes
+from kvstore.blocks.priority import Priority
 from kvstore.integrations.vllm.handover import Handover
 from kvstore.integrations.vllm.scheduler_side.lookups import Question
 
@@ -28,6 +29,8 @@ class Tracked:
     may_load: bool = True
     may_save: bool = True
     may_publish: bool = False
+    priority: Priority = Priority.NORMAL  # of what is saved, for `priority_s`; see `Client.save`
+    priority_s: float | None = None
     arriving: Handover | None = None  # tickets that the request brought, not used yet
     leaving: Handover | None = None  # tickets published for another engine
     is_fetching: bool = False

@@ -259,7 +259,7 @@ class WorkerSide:
             if plan.tickets:
                 job = self.publishing.publish(client, plan, pages)
             else:
-                job = client.save(plan.hashes, pages)
+                job = client.save(plan.hashes, pages, priority=plan.priority, priority_s=plan.priority_s)
         except KVStoreError as error:
             self._count_failed_save(plan, client, error)
             self._report.saves_ended[plan.req_id] += 1

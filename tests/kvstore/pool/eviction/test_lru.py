@@ -1,4 +1,4 @@
-"""The log of touches against a plain sorted list; soft pins go last."""
+"""The log of touches against a plain sorted list."""
 
 import random
 
@@ -51,26 +51,6 @@ def test_many_touches_are_forgotten_little_by_little():
                 assert next(got) == slot
                 order.freed(SlotList.of([slot]))
                 del last[slot]
-
-
-def test_soft_pins_go_last_and_lose_their_place_when_they_end():
-    order = LeastRecentlyUsed(4)
-    order.touched(SlotList.of([0, 1, 2, 3]), is_use=True)
-    order.soft_pinned([3, 2, 3])
-    taken = order.victims()
-    assert [next(taken) for _ in range(2)] == [1, 0]
-    order.soft_unpinned([2, 3, 0])
-    assert (next(taken), order.soft_pins) == (2, {3: 1})
-    assert list(taken) == [3]
-
-
-def test_a_soft_pin_ends_with_its_block():
-    order = LeastRecentlyUsed(2)
-    order.touched(SlotList.of([0, 1]), is_use=True)
-    order.soft_pinned([0, 1])
-    order.freed(SlotList.of([1]))
-    order.touched(SlotList.of([1]), is_use=True)
-    assert (order.soft_pins, list(order.victims())) == ({0: 1}, [1, 0])
 
 
 def test_a_slot_that_was_touched_since_is_not_let_come_up_twice():
