@@ -24,6 +24,9 @@ PROTOCOL_VERSION = 18
 #: Names of eviction policies, the default first; kvstore.pool.eviction.make has the policies.
 EVICTION_POLICIES = ("learned", "lru")
 
+#: Of `disk_min_uses`.
+MAX_MIN_USES = 255
+
 _MAX_COPY_THREADS = 4
 _MAX_INT = 1 << 62
 #: Upper bounds of the times in settings: of a lease, and of all others (a load adds several of these).
@@ -91,8 +94,8 @@ class StoreConfig:
             "tcp" uses TCP only.
         disk_path: an absolute path on every node below which its store keeps blocks on disk; "" for no disk tier.
         disk_capacity_bytes: of the disk tier of each node.
-        disk_admission: "all" writes each block that is stored; "second_use" writes a block only when it is stored or
-            read for the second time, which wears an SSD less.
+        disk_min_uses: a block is written to disk when it was stored or used so many times. 1 writes each block that is
+            stored; more wears an SSD less.
         disk_write_bytes_per_day: a budget; blocks beyond it are not written. 0 for none.
         disk_sync: have the disk keep a block, also without power, before it can be found there. It costs speed, and no
             block is ever wrong without it: fewer may be there after a loss of power.
@@ -118,7 +121,7 @@ class StoreConfig:
     lane: str = "default"
     disk_path: str = ""
     disk_capacity_bytes: int = 0
-    disk_admission: str = "all"
+    disk_min_uses: int = 1
     disk_write_bytes_per_day: int = 0
     disk_sync: bool = False
     disk_timeout_s: float = 5.0
@@ -165,8 +168,8 @@ class StoreConfig:
         self._check_disk()
 
     def _check_disk(self) -> None:
-        if self.disk_admission not in ("all", "second_use"):
-            raise ConfigError(f"disk_admission: wanted 'all' or 'second_use', got {clip(self.disk_admission)}")
+        if not 1 <= self.disk_min_uses <= MAX_MIN_USES:
+            raise ConfigError(f"disk_min_uses: wanted 1 to {MAX_MIN_USES}, got {self.disk_min_uses}")
         if self.disk_write_bytes_per_day < 0:
             raise ConfigError(f"disk_write_bytes_per_day: wanted at least 0, got {self.disk_write_bytes_per_day}")
         if bool(self.disk_path) != bool(self.disk_capacity_bytes):

@@ -155,7 +155,7 @@ class DiskTier:
                 self._context,
                 num_bytes_of,
                 min(_MOST_QUEUED, max(memory_pool.num_slots, 1)),
-                self._config.disk_admission == "second_use",
+                self._config.disk_min_uses,
                 WriteBudget(self._config.disk_write_bytes_per_day, clock.now_s()),
                 self._config.disk_sync,
                 self._versions.save,
@@ -198,13 +198,13 @@ class DiskTier:
 
     def offer(self, namespace: bytes, slots: list[int], owner: str) -> None:
         """Note that blocks of memory became readable. Under the memory pool's lock, so nothing here waits."""
-        if self._writer is not None and not owner.startswith(READER):  # Those come from the disk.
-            self._writer.offer(namespace, slots)
-
-    def used(self, namespace: bytes, slots: list[int]) -> None:
-        """Note that blocks of memory were read."""
         if self._writer is not None:
-            self._writer.used(namespace, slots)
+            self._writer.offer(namespace, slots, is_on_disk=owner.startswith(READER))
+
+    def used(self, namespace: bytes, slots: list[int], is_use: bool) -> None:
+        """Note that blocks of memory were touched, as `EvictionPolicy.touched`. Under the memory pool's lock."""
+        if self._writer is not None:
+            self._writer.used(namespace, slots, is_use)
 
     @property
     def is_off(self) -> bool:

@@ -27,6 +27,7 @@ from kvstore.disk.places import neighbours
 from kvstore.disk.records import PAGE_BYTES, Record, checksum_of, pack_record
 from kvstore.disk.slot_file import MOST_BUFFERS
 from kvstore.errors import ChainBroken, PoolExhausted
+from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Writer:
         context: of the tier.
         num_bytes_of: returns the bytes of a block of a namespace.
         most_queued: blocks that may wait.
-        second_use: write a block only when it is stored or used for the second time.
+        min_uses: write a block only when it was stored or used so many times.
         budget: of bytes.
         sync: have the disk keep blocks, also without power, before they can be found.
         before_write: called with a version before blocks stored under it are written; it makes clearings durable.
@@ -77,7 +78,7 @@ class Writer:
         context: TierContext,
         num_bytes_of: Callable[[bytes], int],
         most_queued: int,
-        second_use: bool,
+        min_uses: int,
         budget: WriteBudget,
         sync: bool,
         before_write: Callable[[], None],
@@ -87,21 +88,39 @@ class Writer:
         self._context, self._num_bytes_of, self._most_queued = context, num_bytes_of, most_queued
         self._sync, self._before_write, self._wake, self._budget = sync, before_write, wake, budget
         self._is_off = is_off
-        self._seen = SeenFilter(max(4 * context.disk_pool.num_slots, 1 << 16)) if second_use else None
+        self._min_uses = min_uses
+        #: Under the memory pool's lock; None if each block is written.
+        self._seen = SeenFilter(max(4 * context.disk_pool.num_slots, 1 << 16), min_uses) if min_uses > 1 else None
         self._lock, self._claiming = threading.Lock(), threading.Lock()
         self._queue: deque[_Offer] = deque()
         #: Blocks that wait, and those of them that are being written now.
         self.num_queued = self.num_writing = 0
         self.counts = WriterCounts()
 
-    def offer(self, namespace: bytes, slots: list[int]) -> None:
-        """Note blocks that became readable. Under the pool's lock, so nothing here waits."""
-        self._queue_up(namespace, slots)
+    def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
+        """Note blocks that became readable; `is_on_disk` if they come from there.
 
-    def used(self, namespace: bytes, slots: list[int]) -> None:
-        """Note that blocks of memory were read: with `second_use` they are worth a write now."""
+        Under the memory pool's lock, so nothing here waits.
+        """
         if self._seen is not None:
+            counts = self._saw(slots, USE_GAP_S)
+            slots = [slot for slot, count in zip(slots, counts, strict=True) if count >= self._min_uses]
+        if slots and not is_on_disk:
             self._queue_up(namespace, slots)
+
+    def used(self, namespace: bytes, slots: list[int], is_use: bool) -> None:
+        """Note that blocks of memory were touched; those that were used often enough just now are written.
+
+        Under the memory pool's lock. What is a use is the same as for eviction (docs/eviction.md).
+        """
+        if self._seen is not None:
+            counts = self._saw(slots, USE_GAP_S if is_use else SAVE_GAP_S)
+            if slots := [slot for slot, count in zip(slots, counts, strict=True) if count == self._min_uses]:
+                self._queue_up(namespace, slots)
+
+    def _saw(self, slots: list[int], gap_s: float) -> list[int]:
+        assert self._seen is not None
+        return self._seen.saw(self._context.memory_pool.hashes_of(slots), clock.now_s(), gap_s)
 
     def _queue_up(self, namespace: bytes, slots: list[int]) -> None:
         context = self._context
@@ -173,18 +192,11 @@ class Writer:
         if not held:
             return
         try:
-            wanted = [block for block in held if self._is_wanted(block)]
-            for run in runs_of_held(wanted):
+            for run in runs_of_held(held):
                 self._write_run(offer, run, claimed)
         finally:
             pool.release(lease_id, OWNER)
             context.changed()
-
-    def _is_wanted(self, block: HeldBlock) -> bool:
-        if self._seen is None or self._context.disk_pool.lookup(chain_of([block])):
-            return True
-        with self._lock:
-            return self._seen.saw(block.block_hash)
 
     def _write_run(self, offer: _Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
         """Write one run of a chain; blocks of it that are on the disk already are not written again."""

@@ -73,8 +73,7 @@ class PoolService:
         self._changed, self._wake, self._divided = changed, wake, divided
         self._disk, self._attach_lock = disk, threading.Lock()
         #: The pool of the arena; it has no slots until the first namespace attaches.
-        self.current = Pool(0, epoch=epoch, clears=presence.clears)
-        self.slot_bytes = 0
+        self.current, self.slot_bytes = Pool(0, epoch=epoch, clears=presence.clears), 0
         #: Of each namespace that has attached.
         self.block_bytes: dict[bytes, int] = {}
         self.is_draining = self.is_ending = self.is_closed_to_peers = False
@@ -149,6 +148,7 @@ class PoolService:
             presence=self._presence.counts,
             clears=self._presence.clears,
             on_published=None if self._disk is None else self._disk.offer,
+            on_used=None if self._disk is None or config.disk_min_uses == 1 else self._disk.used,
             eviction=make_policy(config.eviction, num_slots),
         )
         self.slot_bytes = slot_bytes

@@ -35,9 +35,16 @@ class LeaseTable(OwnedTable[_Lease]):
     """The leases of one pool, with the budgets for them: see `Pool`."""
 
     def __init__(
-        self, table: SlotTable, max_pinned: int, max_hard_pinned: int, epoch: bytes, new_id: Callable[[], int]
+        self,
+        table: SlotTable,
+        max_pinned: int,
+        max_hard_pinned: int,
+        epoch: bytes,
+        new_id: Callable[[], int],
+        on_used: Callable[[bytes, list[int], bool], None] | None,
     ) -> None:
         super().__init__()
+        self._on_used = on_used
         self._table, self._epoch, self.new_id = table, epoch, new_id
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         #: Slots with a hard pin, and the number of hard pins of each.
@@ -148,6 +155,8 @@ class LeaseTable(OwnedTable[_Lease]):
         if kind is PinKind.HARD:
             self.hard_pins.update(slots)
         stamp = table.eviction.touched(slots, is_use=is_use)
+        if self._on_used is not None and count:
+            self._on_used(chain.namespace, list(slots), is_use)
         lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp)
         return lease, len(found) - len(slots)
 

@@ -52,6 +52,8 @@ class Pool:
         clears: updated with the number of clearings per namespace; private when None.
         on_published: called under the pool's lock, with the namespace, the slots and the writer of blocks
             that became readable.
+        on_used: called under the pool's lock with the namespace and slots of blocks that are touched, and whether
+            that is a use of them, as for `EvictionPolicy.touched`.
         eviction: chooses what goes when the pool is full, for as many slots, and for no other pool; the least recently
             used when None.
     """
@@ -67,6 +69,7 @@ class Pool:
         presence: PresenceCounts | None = None,
         clears: ClearCounts | None = None,
         on_published: Callable[[bytes, list[int], str], None] | None = None,
+        on_used: Callable[[bytes, list[int], bool], None] | None = None,
         eviction: EvictionPolicy | None = None,
     ) -> None:
         if num_slots < 0:
@@ -80,9 +83,11 @@ class Pool:
         new_id = count_from(secrets.randbits(48) + 1).__next__
         most = num_slots if max_pinned is None else max_pinned
         hard = most // 2 if max_hard_pinned is None else max_hard_pinned
-        self.leases = LeaseTable(self.table, most, hard, self.epoch, new_id)
+        self.leases = LeaseTable(self.table, most, hard, self.epoch, new_id, on_used)
         self._clears = ClearCounts() if clears is None else clears
-        self.writes = WriteTable(self.table, self.epoch, new_id, self.watches.settled, self._clears, on_published)
+        self.writes = WriteTable(
+            self.table, self.epoch, new_id, self.watches.settled, self._clears, on_published, on_used
+        )
         self.new_id = new_id
 
     def _step(self, name: str) -> threading.Lock:
@@ -178,6 +183,10 @@ class Pool:
         """Return the generation of each slot."""
         with self._lock:
             return tuple(self.table.columns.generation[slot] for slot in slots)
+
+    def hashes_of(self, slots: Sequence[int]) -> list[bytes]:
+        """Return the hash of each slot's block; only for callbacks of this pool, which hold its lock."""
+        return [self.table.index.block_hash[slot] for slot in slots]
 
     # Writing.
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvstore.config import StoreConfig, parse_bytes
+from kvstore.config import MAX_MIN_USES, StoreConfig, parse_bytes
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools.doctor import human_bytes
 from kvstore.tools.documents import as_document
@@ -109,11 +109,11 @@ _DISK = (
     click.option("--disk-path", metavar="PATH", help="Keep blocks on disk, too, in this folder of each node."),
     click.option("--disk-capacity", default="0", help="Disk for blocks on each node, like 100GiB."),
     click.option(
-        "--disk-admission",
-        type=click.Choice(["all", "second_use"]),
-        default=_DEFAULTS.disk_admission,
+        "--disk-min-uses",
+        type=click.IntRange(1, MAX_MIN_USES),
+        default=_DEFAULTS.disk_min_uses,
         show_default=True,
-        help="'second_use' writes a block only when it is stored or read for the second time.",
+        help="Write a block only when it is stored or used for the n-th time.",
     ),
     click.option("--disk-write-budget", default="0", help="Bytes written a day at most, like 1TiB; 0 for no limit."),
     click.option("--disk-sync", is_flag=True, help="A block counts only when the disk keeps it without power, too."),
@@ -137,7 +137,7 @@ def disk_options(command: _Function) -> _Function:
 def disk_settings(
     disk_path: str | None,
     disk_capacity: str,
-    disk_admission: str,
+    disk_min_uses: int,
     disk_write_budget: str,
     disk_sync: bool,
     disk_timeout: float,
@@ -148,7 +148,7 @@ def disk_settings(
         ConfigError: a size that is none, or a disk without a path or a capacity.
     """
     given = {
-        "disk_admission": disk_admission,
+        "disk_min_uses": disk_min_uses,
         "disk_write_bytes_per_day": parse_size("--disk-write-budget", disk_write_budget),
         "disk_sync": disk_sync,
         "disk_timeout_s": disk_timeout,

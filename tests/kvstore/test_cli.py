@@ -199,9 +199,9 @@ def started_with(monkeypatch, *words: str) -> dict:
 def test_start_passes_the_options_of_the_disk(monkeypatch):
     disk = ("--disk-path", "/disk", "--disk-capacity", "100GiB")
     assert started_with(monkeypatch, *disk) == {"disk_path": "/disk", "disk_capacity": 100 << 30}
-    rest = ("--disk-admission", "second_use", "--disk-write-budget", "1TiB", "--disk-sync", "--disk-timeout", "2")
+    rest = ("--disk-min-uses", "3", "--disk-write-budget", "1TiB", "--disk-sync", "--disk-timeout", "2")
     assert started_with(monkeypatch, *disk, *rest) == {
-        "disk_path": "/disk", "disk_capacity": 100 << 30, "disk_admission": "second_use",
+        "disk_path": "/disk", "disk_capacity": 100 << 30, "disk_min_uses": 3,
         "disk_write_bytes_per_day": 1 << 40, "disk_sync": True, "disk_timeout_s": 2.0,
     }  # fmt: skip
 
