@@ -15,7 +15,7 @@ import click
 
 from kvstore import __version__
 from kvstore.bench.commands import disk, gpu
-from kvstore.config import EVICTION_POLICIES, parse_bytes
+from kvstore.config import parse_bytes
 from kvstore.errors import ConfigError, StoreNotRunning
 from kvstore.replay.commands import replay, trace_group
 from kvstore.tools.commands import (
@@ -29,6 +29,8 @@ from kvstore.tools.commands import (
     Seconds,
     disk_options,
     disk_settings,
+    eviction_options,
+    eviction_settings,
     parse_size,
     write_rows,
 )
@@ -71,13 +73,7 @@ def main() -> None:
     help="'default' lets UCX choose: RDMA, shared memory on one host, then TCP.",
 )
 @click.option("--block-bytes", default="0", help="Size of a slot at least; 0 takes it from the first client.")
-@click.option(
-    "--eviction",
-    type=click.Choice(EVICTION_POLICIES),
-    default=EVICTION_POLICIES[0],
-    show_default=True,
-    help="What goes when a node is full: what is least likely to be used again, or the least recently used.",
-)
+@eviction_options
 @click.option("--local", is_flag=True, help="Start a Ray for this store alone; stay until Ctrl-C or SIGTERM.")
 @click.option(
     "--timeout",
@@ -95,6 +91,8 @@ def start(
     lane: str,
     block_bytes: str,
     eviction: str,
+    low_watermark: float | None,
+    high_watermark: float | None,
     local: bool,
     timeout_s: float,
     **disk: Any,
@@ -111,7 +109,7 @@ def start(
     settings: dict[str, Any] = {
         "name": name,
         "lane": lane,
-        "eviction": eviction,
+        **eviction_settings(eviction, low_watermark, high_watermark),
         "capacity": parse_size("--capacity", capacity),
         "block_bytes": parse_size("--block-bytes", block_bytes),
         "timeout_s": timeout_s,

@@ -24,6 +24,13 @@ PROTOCOL_VERSION = 19
 #: Names of eviction policies, the default first; kvstore.pool.eviction.make has the policies.
 EVICTION_POLICIES = ("learned", "lru")
 
+#: Of `disk_min_uses`.
+MAX_MIN_USES = 255
+#: Of both watermarks.
+MAX_WATERMARK = 0.5
+#: The low one with `disk_write="back"`; the high one is twice that.
+_BACK_WATERMARK = 0.05
+
 _MAX_COPY_THREADS = 4
 _MAX_INT = 1 << 62
 #: Upper bounds of the times in settings: of a lease, and of all others (a load adds several of these).
@@ -92,14 +99,18 @@ class StoreConfig:
             "tcp" uses TCP only.
         disk_path: an absolute path on every node below which its store keeps blocks on disk; "" for no disk tier.
         disk_capacity_bytes: of the disk tier of each node.
-        disk_admission: "all" writes each block that is stored; "second_use" writes a block only when it is stored or
-            read for the second time, which wears an SSD less.
+        disk_min_uses: a block is written to disk when it was stored or used so many times. 1 writes each block that is
+            stored; more wears an SSD less.
+        disk_write: "through" writes blocks behind the saves that bring them; "back" when they are about to be evicted.
         disk_write_bytes_per_day: a budget; blocks beyond it are not written. 0 for none.
         disk_sync: have the disk keep a block, also without power, before it can be found there. It costs speed, and no
             block is ever wrong without it: fewer may be there after a loss of power.
         disk_timeout_s: after this long without an answer of the disk, the tier is off, until the disk answers again.
         eviction: what goes when a node's pool is full: "learned", the blocks that are least likely to be used again, or
             "lru", the least recently used.
+        low_watermark: when a smaller share of a node's slots is free, a loop evicts blocks. 0 for no such loop; None
+            for 0, or for 0.05 when `disk_write` is "back".
+        high_watermark: the loop ends when this share is free. None for twice the other one.
     """
 
     name: str = "default"
@@ -120,15 +131,21 @@ class StoreConfig:
     lane: str = "default"
     disk_path: str = ""
     disk_capacity_bytes: int = 0
-    disk_admission: str = "all"
+    disk_min_uses: int = 1
+    disk_write: str = "through"
     disk_write_bytes_per_day: int = 0
     disk_sync: bool = False
     disk_timeout_s: float = 5.0
     eviction: str = "learned"
+    low_watermark: float | None = None
+    high_watermark: float | None = None
 
     def __post_init__(self) -> None:
+        # Known before the checks, and to all that compare settings: None is never seen outside.
+        object.__setattr__(self, "low_watermark", self._low())
+        object.__setattr__(self, "high_watermark", self._high())
         for setting in fields(self):
-            value, kind = getattr(self, setting.name), type(setting.default)
+            value, kind = getattr(self, setting.name), float if setting.default is None else type(setting.default)
             is_right = isinstance(value, (int, float) if kind is float else kind)
             if isinstance(value, bool) != (kind is bool) or not is_right:
                 raise ConfigError(f"{setting.name}: wanted {_KINDS[kind]}, got {value!r}")
@@ -167,10 +184,48 @@ class StoreConfig:
         if self.eviction not in EVICTION_POLICIES:
             raise ConfigError(f"eviction: wanted 'learned' or 'lru', got {clip(self.eviction)}")
         self._check_disk()
+        self._check_watermarks()
+
+    def _low(self) -> float | None:
+        if self.low_watermark is not None:
+            return self.low_watermark
+        if isinstance(self.high_watermark, int | float):
+            return self.high_watermark / 2
+        return _BACK_WATERMARK if self.disk_write == "back" else 0.0
+
+    def _high(self) -> float | None:
+        if self.high_watermark is not None or not isinstance(self.low_watermark, int | float):
+            return self.high_watermark
+        return max(min(2 * self.low_watermark, MAX_WATERMARK), self.low_watermark)
+
+    @property
+    def watermarks(self) -> tuple[float, float]:
+        """The low and the high watermark, as shares of the slots."""
+        low, high = self.low_watermark, self.high_watermark
+        assert low is not None, "chosen when this was made"
+        assert high is not None, "chosen when this was made"
+        return low, high
+
+    def _check_watermarks(self) -> None:
+        low, high = self.watermarks
+        if not 0 <= low <= high <= MAX_WATERMARK or (high and not low):
+            raise ConfigError(
+                f"low_watermark, high_watermark: wanted both 0, or 0 < low <= high <= {MAX_WATERMARK}, got {low} and "
+                f"{high}; they are shares of the slots that are free"
+            )
+        if self.disk_write == "back" and not low:
+            raise ConfigError(
+                f"low_watermark: wanted more than 0 for disk_write='back', got {low}; blocks are written when the loop "
+                "evicts them, so give neither watermark, or one above 0, or use disk_write='through'"
+            )
 
     def _check_disk(self) -> None:
-        if self.disk_admission not in ("all", "second_use"):
-            raise ConfigError(f"disk_admission: wanted 'all' or 'second_use', got {clip(self.disk_admission)}")
+        if not 1 <= self.disk_min_uses <= MAX_MIN_USES:
+            raise ConfigError(f"disk_min_uses: wanted 1 to {MAX_MIN_USES}, got {self.disk_min_uses}")
+        if self.disk_write not in ("through", "back"):
+            raise ConfigError(f"disk_write: wanted 'through' or 'back', got {clip(self.disk_write)}")
+        if self.disk_write == "back" and not self.disk_path:
+            raise ConfigError("disk_write: wanted disk_path with 'back', got none; give it, or leave disk_write out")
         if self.disk_write_bytes_per_day < 0:
             raise ConfigError(f"disk_write_bytes_per_day: wanted at least 0, got {self.disk_write_bytes_per_day}")
         if bool(self.disk_path) != bool(self.disk_capacity_bytes):

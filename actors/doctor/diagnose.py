@@ -85,7 +85,7 @@ def judge_cluster(seen: dict[str, Any]) -> Check:
     name, stores = "Ray cluster", ", ".join(seen["stores"]) or "none"
     found = f"{seen['address']}: {seen['num_nodes']} node(s); stores: {stores}"
     if unread := ", ".join(seen["unread_disks"]):
-        fix = "is it worth its writes? Let more memory or more prompts pass, or use disk_admission='second_use'"
+        fix = "is it worth its writes? Let more memory or more prompts pass, or set disk_min_uses=2"
         found += f"; disk tiers that were written and never read: {unread}"
         return Check(name=name, status=Status.WARN, found=found, fix=fix, values=seen)
     return Check(name=name, status=Status.OK, found=found, values=seen)

@@ -83,6 +83,22 @@ class HeldBlock(NamedTuple):
     is_low: bool = False
 
 
+class Victims(NamedTuple):
+    """Blocks that were about to be evicted, pinned so that they can be written to another tier before.
+
+    Args:
+        lease_id: of their pin.
+        slots: of the blocks, in the order of eviction: each after those that build on it.
+        namespaces: of each.
+        touches: the stamp of each one's last touch; a block with a later one was used meanwhile.
+    """
+
+    lease_id: int
+    slots: list[int]
+    namespaces: list[bytes]
+    touches: list[int]
+
+
 class StoreTicket(Record, frozen=True, kw_only=True):
     """The claim that `prepare_store` made.
 

@@ -1,11 +1,13 @@
-"""Decide which blocks are worth a write to the disk. No locking here: the writer holds its lock.
+"""Decide which blocks are worth a write to the disk. No locking here: the callers hold theirs.
 
-Each block that is written wears the disk, and most blocks are never asked for again. With `second_use` a block is
-written when it is stored or used for the second time (the idea of Marconi's admission, and of RocksDB's and CacheLib's
+Each block that is written wears the disk, and most blocks are never asked for again. With `disk_min_uses` a block is
+written when it was stored or used for the n-th time (the idea of Marconi's admission, and of RocksDB's and CacheLib's
 reuse filters). A budget bounds the bytes of a day in any case.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 _KEY_BYTES = 8
 _DAY_S = 86400.0
@@ -14,26 +16,51 @@ _BURST = 1 / 24
 
 
 class SeenFilter:
-    """Remembers the last blocks that were stored, by the first bytes of their hashes.
+    """Counts the uses of the last blocks that were stored or used, by the first bytes of their hashes.
 
     Args:
-        most: number of blocks to remember.
+        most: number of blocks to remember; up to twice as many are.
+        enough: uses of a block above this number are not counted.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._new: set[bytes] = set()
-        self._old: set[bytes] = set()
+    def __init__(self, most: int, enough: int) -> None:
+        self._most, self._enough = most, enough
+        # Of each block: how often it was used, and when last. Blocks of one call share their pair.
+        self._new: dict[bytes, tuple[int, float]] = {}
+        self._old: dict[bytes, tuple[int, float]] = {}
 
-    def saw(self, block_hash: bytes) -> bool:
-        """Note a block; return whether it was noted before."""
-        key = block_hash[:_KEY_BYTES]
-        was_seen = key in self._new or key in self._old
-        self._new.add(key)
-        # Two sets in turns forget the oldest ones without an order for each.
-        if len(self._new) >= self._most:
-            self._old, self._new = self._new, set()
-        return was_seen
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def saw(self, hashes: Iterable[bytes], now_s: float, gap_s: float) -> list[int]:
+        """Note a use of blocks; return how often each was used by now.
+
+        Args:
+            hashes: of the blocks.
+            now_s: the time now.
+            gap_s: a block whose last use is less than this ago is still in that use.
+        """
+        counts, pairs = list[int](), dict[int, tuple[int, float]]()
+        for block_hash in hashes:
+            key = block_hash[:_KEY_BYTES]
+            before = self._find(key)
+            count, used_s = before
+            if not count or now_s - used_s >= gap_s:
+                count = min(count + 1, self._enough + 1)
+                before = pairs.setdefault(count, (count, now_s))
+            self._new[key] = before
+            counts.append(count)
+            # Two tables in turns forget the oldest ones without an order for each.
+            if len(self._new) >= self._most:
+                self._old, self._new = self._new, {}
+        return counts
+
+    def num_uses(self, block_hash: bytes) -> int:
+        """Return how often a block was used; 0 if it is not remembered."""
+        return self._find(block_hash[:_KEY_BYTES])[0]
+
+    def _find(self, key: bytes) -> tuple[int, float]:
+        return self._new.get(key) or self._old.get(key) or (0, 0.0)
 
 
 class WriteBudget:

@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore.disk.places import neighbours
 from kvstore.disk.records import RECORD_BYTES, Record, pack_record, unpack_index
+from kvstore.disk.slot_file import neighbours
 
 
 class IndexFile:

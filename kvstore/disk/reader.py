@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, StoreTicket
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.context import TierContext
-from kvstore.disk.places import neighbours
+from kvstore.disk.places import TierContext
 from kvstore.disk.records import PAGE_BYTES, Record, checksum_of, unpack_record
-from kvstore.disk.slot_file import MOST_BUFFERS
+from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
 from kvstore.disk.threads import DiskThreads, Read
 from kvstore.errors import DiskUnavailable, InvalidRequest, PoolExhausted
 from kvstore.runtime import clock

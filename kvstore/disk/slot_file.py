@@ -106,6 +106,16 @@ class SlotFile:
             os.close(self.fd)
 
 
+def neighbours(places: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Return the stretches [begin, end) of positions whose places follow each other, each of at most `most`."""
+    found, begin = list[tuple[int, int]](), 0
+    for at in range(1, len(places) + 1):
+        if at == len(places) or places[at] != places[at - 1] + 1 or at - begin == most:
+            found.append((begin, at))
+            begin = at
+    return found
+
+
 def _open(path: Path, flags: int) -> tuple[int, bool]:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True

@@ -16,16 +16,16 @@ from typing import Any
 from kvstore.blocks.chain import BlockHashes
 from kvstore.config import StoreConfig
 from kvstore.disk.admission import WriteBudget
-from kvstore.disk.context import TierContext
 from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
 from kvstore.disk.index_file import IndexFile
-from kvstore.disk.places import Places
+from kvstore.disk.places import Places, TierContext
 from kvstore.disk.reader import READER, DiskRead, Reader
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from kvstore.disk.restore import restore, usable
 from kvstore.disk.slot_file import SlotFile
 from kvstore.disk.threads import DiskThreads
 from kvstore.disk.versions_file import VersionsKeeper, read_versions
+from kvstore.disk.write_back import WriteBack
 from kvstore.disk.writer import OWNER, Writer
 from kvstore.errors import ConfigError, DiskUnavailable
 from kvstore.memory.presence import PresenceCounts
@@ -37,6 +37,8 @@ from kvstore.runtime.rates import MeasuredRate
 logger = logging.getLogger(__name__)
 
 _STOP_S = 2.0
+#: How long the blocks of memory may be written back when a store ends.
+_WRITE_BACK_S = 5.0
 #: Blocks that may wait to be written, at most; a place in the queue costs some tens of bytes.
 _MOST_QUEUED = 1 << 16
 
@@ -74,16 +76,16 @@ class DiskTier:
         #: Why the tier begins empty, or stays off for good.
         self.note = self.why_off = ""
         self.pool = Pool(0)
-        self._is_admitted, self._is_stopped = False, False
+        self._is_admitted = self._is_stopping = self._is_stopped = False
         self._context: TierContext | None = None
         self._writer: Writer | None = None
+        self._back: WriteBack | None = None
         self._reader: Reader | None = None
         self._threads: DiskThreads | None = None
         self.num_restored = 0
         #: Of blocks that loads of this node read.
         self.rate = MeasuredRate()
-        #: Held while files are opened, and while the index is read: they must not be closed meanwhile.
-        self._beginning = threading.Lock()
+        self._beginning = threading.Lock()  # Files are opened, or read: they must not be closed meanwhile.
         # At once: a clearing before the first client has to last, too.
         self._versions.thread.start()
 
@@ -153,15 +155,17 @@ class DiskTier:
             self._reader = Reader(self._context, self._threads)
             self._writer = Writer(
                 self._context,
-                num_bytes_of,
                 min(_MOST_QUEUED, max(memory_pool.num_slots, 1)),
-                self._config.disk_admission == "second_use",
+                self._config.disk_min_uses,
+                self._config.disk_write == "through",
                 WriteBudget(self._config.disk_write_bytes_per_day, clock.now_s()),
                 self._config.disk_sync,
                 self._versions.save,
                 self._threads.write_soon,
                 lambda: threads.is_off,
             )
+            if self._config.disk_write == "back":
+                self._back = WriteBack(self._context, self._writer, threads.write_soon, lambda: self.is_off)
             self.pool = pool
             self._threads.start()
 
@@ -198,13 +202,27 @@ class DiskTier:
 
     def offer(self, namespace: bytes, slots: list[int], owner: str) -> None:
         """Note that blocks of memory became readable. Under the memory pool's lock, so nothing here waits."""
-        if self._writer is not None and not owner.startswith(READER):  # Those come from the disk.
-            self._writer.offer(namespace, slots)
-
-    def used(self, namespace: bytes, slots: list[int]) -> None:
-        """Note that blocks of memory were read."""
         if self._writer is not None:
-            self._writer.used(namespace, slots)
+            self._writer.offer(namespace, slots, is_on_disk=owner.startswith(READER))
+
+    def used(self, namespace: bytes, slots: list[int], is_use: bool) -> None:
+        """Note that blocks of memory were touched, as `EvictionPolicy.touched`. Under the memory pool's lock."""
+        if self._writer is not None:
+            self._writer.used(namespace, slots, is_use)
+
+    @property
+    def can_write_back(self) -> bool:
+        """Whether blocks that are about to be evicted are written before."""
+        return self._back is not None and not self.is_off
+
+    def write_back(self, num_blocks: int, timeout_s: float) -> int | None:
+        """Have the next victims of memory written and evicted; see `WritesBack` in kvstore.pool.reclaim."""
+        return None if self._back is None else self._back.write_back(num_blocks, timeout_s)
+
+    def evicted(self, hashes: list[bytes]) -> None:
+        """Count blocks that were evicted before they were written back. Under the memory pool's lock."""
+        if self._back is not None:
+            self._back.evicted(hashes)
 
     @property
     def is_off(self) -> bool:
@@ -267,14 +285,15 @@ class DiskTier:
         return self._threads.breaker.reason
 
     def _write_some(self) -> bool:
-        writer = self._writer
-        if writer is None or not self._is_admitted:
+        if self._writer is None or not self._is_admitted:
             return False  # `admit_old` asks again.
-        return writer.write_some()
+        return self._writer.write_some() or (self._back is not None and self._back.write_some())
 
     def _went_off(self, reason: str) -> None:
         if self._writer is not None:
             self._writer.drop_all("off")
+        if self._back is not None:
+            self._back.forget()
         if self._reader is not None:
             self._reader.give_up()
         if self._log.passes():
@@ -299,7 +318,7 @@ class DiskTier:
             **result,
             "is_direct": context.slots.is_direct,
             "num_queued": writer.num_queued,
-            "num_unwritten": writer.num_unwritten(),
+            "num_unwritten": writer.num_unwritten() + (0 if self._back is None else self._back.num_writing),
             "num_written": writer.counts.num_written,
             "num_written_bytes": writer.counts.num_bytes,
             "dropped": dict(writer.counts.dropped),
@@ -309,11 +328,14 @@ class DiskTier:
         }
 
     def stop(self) -> None:
-        """End the threads and let the folder go; may be called again. What still waits is not written."""
+        """End the threads and let the folder go; may be called again. Writes back for some seconds before."""
         with self._lock:
-            if self._is_stopped:
+            if self._is_stopping:
                 return
-            self._is_stopped = True
+            self._is_stopping = True
+        if self._back is not None and not self.is_off and (num_left := self._back.write_rest(_WRITE_BACK_S)):
+            logger.warning("%d blocks of memory were not written back in %g s", num_left, _WRITE_BACK_S)
+        self._is_stopped = True
         until_s = clock.now_s() + _STOP_S
         has_ended = self._beginning.acquire(timeout=_STOP_S)
         if has_ended:

@@ -22,11 +22,11 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import HeldBlock, StoreTicket
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.admission import SeenFilter, WriteBudget
-from kvstore.disk.context import TierContext
-from kvstore.disk.places import neighbours
+from kvstore.disk.places import TierContext
 from kvstore.disk.records import PAGE_BYTES, Record, checksum_of, pack_record
-from kvstore.disk.slot_file import MOST_BUFFERS
+from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
 from kvstore.errors import ChainBroken, PoolExhausted
+from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ _LEAST_SHARE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
-    """Blocks that became readable: their slots of memory, and what was known of their namespace at that moment."""
+class Offer:
+    """Blocks to write: their slots of memory, and what was known of their namespace before they were pinned."""
 
     namespace: bytes
     slots: list[int]
@@ -62,9 +62,9 @@ class Writer:
 
     Args:
         context: of the tier.
-        num_bytes_of: returns the bytes of a block of a namespace.
         most_queued: blocks that may wait.
-        second_use: write a block only when it is stored or used for the second time.
+        min_uses: write a block only when it was stored or used so many times.
+        is_behind_saves: queue blocks when they become readable. Otherwise only their uses are counted then.
         budget: of bytes.
         sync: have the disk keep blocks, also without power, before they can be found.
         before_write: called with a version before blocks stored under it are written; it makes clearings durable.
@@ -75,41 +75,68 @@ class Writer:
     def __init__(
         self,
         context: TierContext,
-        num_bytes_of: Callable[[bytes], int],
         most_queued: int,
-        second_use: bool,
+        min_uses: int,
+        is_behind_saves: bool,
         budget: WriteBudget,
         sync: bool,
         before_write: Callable[[], None],
         wake: Callable[[], None],
         is_off: Callable[[], bool],
     ) -> None:
-        self._context, self._num_bytes_of, self._most_queued = context, num_bytes_of, most_queued
+        self._context, self.most_queued = context, most_queued
         self._sync, self._before_write, self._wake, self._budget = sync, before_write, wake, budget
-        self._is_off = is_off
-        self._seen = SeenFilter(max(4 * context.disk_pool.num_slots, 1 << 16)) if second_use else None
-        self._lock, self._claiming = threading.Lock(), threading.Lock()
-        self._queue: deque[_Offer] = deque()
+        self._is_off, self._min_uses, self._is_behind_saves = is_off, min_uses, is_behind_saves
+        #: Under the memory pool's lock; None if each block is written.
+        self._seen = SeenFilter(max(4 * context.disk_pool.num_slots, 1 << 16), min_uses) if min_uses > 1 else None
+        self._lock = threading.Lock()
+        #: Held until the slots are claimed: so blocks that follow each other are neighbours in the file, too.
+        self.claiming = threading.Lock()
+        self._queue: deque[Offer] = deque()
         #: Blocks that wait, and those of them that are being written now.
         self.num_queued = self.num_writing = 0
         self.counts = WriterCounts()
 
-    def offer(self, namespace: bytes, slots: list[int]) -> None:
-        """Note blocks that became readable. Under the pool's lock, so nothing here waits."""
-        self._queue_up(namespace, slots)
+    def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
+        """Note blocks that became readable; `is_on_disk` if they come from there.
 
-    def used(self, namespace: bytes, slots: list[int]) -> None:
-        """Note that blocks of memory were read: with `second_use` they are worth a write now."""
+        Under the memory pool's lock, so nothing here waits.
+        """
         if self._seen is not None:
-            self._queue_up(namespace, slots)
+            counts = self._saw(slots, USE_GAP_S)
+            slots = [slot for slot, count in zip(slots, counts, strict=True) if count >= self._min_uses]
+        if slots and self._is_behind_saves and not is_on_disk:
+            self.queue_up(namespace, slots)
 
-    def _queue_up(self, namespace: bytes, slots: list[int]) -> None:
+    def used(self, namespace: bytes, slots: list[int], is_use: bool) -> None:
+        """Note that blocks of memory were touched; those that were used often enough just now are written.
+
+        Under the memory pool's lock. What is a use is the same as for eviction (docs/eviction.md).
+        """
+        if self._seen is not None:
+            counts = self._saw(slots, USE_GAP_S if is_use else SAVE_GAP_S)
+            slots = [slot for slot, count in zip(slots, counts, strict=True) if count == self._min_uses]
+            if slots and self._is_behind_saves:
+                self.queue_up(namespace, slots)
+
+    def _saw(self, slots: list[int], gap_s: float) -> list[int]:
+        assert self._seen is not None
+        return self._seen.saw(self._context.memory_pool.hashes_of(slots), clock.now_s(), gap_s)
+
+    def is_worthy(self, block_hash: bytes) -> bool:
+        """Return whether a block was used often enough to be written."""
+        return self._seen is None or self._seen.num_uses(block_hash) >= self._min_uses
+
+    def offer_of(self, namespace: bytes, slots: list[int]) -> Offer:
+        """Note what is known of a namespace now, before blocks of it are pinned for their write: see the module."""
         context = self._context
-        # Before the blocks are pinned: see the module.
-        offer = _Offer(namespace, slots, context.disk_pool.num_clears(namespace), context.version_of(namespace))
-        is_off = self._is_off()
+        return Offer(namespace, slots, context.disk_pool.num_clears(namespace), context.version_of(namespace))
+
+    def queue_up(self, namespace: bytes, slots: list[int]) -> None:
+        """Queue blocks of memory, or count them as dropped. Never waits."""
+        offer, is_off = self.offer_of(namespace, slots), self._is_off()
         with self._lock:
-            reason = "off" if is_off else "queue_full" if self.num_queued + len(slots) > self._most_queued else ""
+            reason = "off" if is_off else "queue_full" if self.num_queued + len(slots) > self.most_queued else ""
             if reason:
                 self.counts.dropped[reason] += len(slots)
                 return
@@ -131,13 +158,11 @@ class Writer:
             OSError: the disk refused; the blocks of this turn are left out, and none of them can be found.
         """
         with ExitStack() as turn:
-            # Until the slots are claimed: so blocks that follow each other are neighbours in the file, too.
-            turn.enter_context(self._claiming)
+            turn.enter_context(self.claiming)
             if (offer := self._take()) is None:
                 return False
             try:
-                self._before_write()
-                self._write(offer, turn.close)
+                self.write(offer, turn.close)
             finally:
                 with self._lock:
                     self.num_writing -= len(offer.slots)
@@ -148,67 +173,73 @@ class Writer:
         with self._lock:
             return self.num_queued + self.num_writing
 
-    def _take(self) -> _Offer | None:
+    def _take(self) -> Offer | None:
         with self._lock:
             if not self._queue:
                 return None
             offer = self._queue.popleft()
-            # A turn that the budget never has at once would never be written.
-            most_bytes = min(_MOST_BYTES, self._budget.most_bytes or _MOST_BYTES)
-            most = min(_MOST_BLOCKS, most_bytes // self._context.slots.stride_bytes)
-            # Blocks that are being written are pinned: saves must find enough others to evict.
-            most = max(1, min(most, self._context.memory_pool.num_slots // _LEAST_SHARE))
+            most = self.num_in_turn()
             if len(offer.slots) > most:
-                rest = _Offer(offer.namespace, offer.slots[most:], offer.num_clears, offer.version)
+                rest = Offer(offer.namespace, offer.slots[most:], offer.num_clears, offer.version)
                 self._queue.appendleft(rest)
-                offer = _Offer(offer.namespace, offer.slots[:most], offer.num_clears, offer.version)
+                offer = Offer(offer.namespace, offer.slots[:most], offer.num_clears, offer.version)
             self.num_queued -= len(offer.slots)
             self.num_writing += len(offer.slots)
             return offer
 
-    def _write(self, offer: _Offer, claimed: Callable[[], None]) -> None:
+    def num_in_turn(self) -> int:
+        """Return how many blocks one turn of a thread may write."""
+        # A turn that the budget never has at once would never be written.
+        most_bytes = min(_MOST_BYTES, self._budget.most_bytes or _MOST_BYTES)
+        most = min(_MOST_BLOCKS, most_bytes // self._context.slots.stride_bytes)
+        # Blocks that are being written are pinned: saves must find enough others to evict.
+        return max(1, min(most, self._context.memory_pool.num_slots // _LEAST_SHARE))
+
+    def write(self, offer: Offer, claimed: Callable[[], None]) -> None:
+        """Pin and write blocks; those that are not there any more, or on the disk already, are left out.
+
+        Args:
+            offer: the blocks.
+            claimed: called when the first of them have their places, and at most once for each run.
+
+        Raises:
+            OSError: the disk refused; the blocks of the run that it refused cannot be found there.
+        """
+        self._before_write()
         context, pool = self._context, self._context.memory_pool
         lease_id, held = pool.hold(offer.slots, offer.namespace, OWNER)
-        self._drop("evicted", len(offer.slots) - len(held))
+        self.drop("evicted", len(offer.slots) - len(held))
         if not held:
             return
         try:
-            wanted = [block for block in held if self._is_wanted(block)]
+            wanted = [block for block in held if not block.is_low]
+            self.drop("low_priority", len(held) - len(wanted))
             for run in runs_of_held(wanted):
                 self._write_run(offer, run, claimed)
         finally:
             pool.release(lease_id, OWNER)
             context.changed()
 
-    def _is_wanted(self, block: HeldBlock) -> bool:
-        if block.is_low:
-            self._drop("low_priority", 1)
-            return False
-        if self._seen is None or self._context.disk_pool.lookup(chain_of([block])):
-            return True
-        with self._lock:
-            return self._seen.saw(block.block_hash)
-
-    def _write_run(self, offer: _Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
+    def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
         """Write one run of a chain; blocks of it that are on the disk already are not written again."""
         context, pool = self._context, self._context.disk_pool
         try:
             ticket = pool.prepare_store(chain_of(run), OWNER, needs_parent=False, num_clears=offer.num_clears)
         except (PoolExhausted, ChainBroken) as error:
             logger.debug("blocks are not written to disk: %s", error)
-            self._drop("disk_pool", len(run))
+            self.drop("disk_pool", len(run))
             return
         finally:
             claimed()
-        self._drop("disk_full", ticket.num_refused)
+        self.drop("disk_full", ticket.num_refused)
         if not ticket.write_id:
             if ticket.num_clears != offer.num_clears:
-                self._drop("cleared", len(run))
+                self.drop("cleared", len(run))
             return
         try:
             blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
             if not self._take_budget(len(blocks) * context.slots.stride_bytes):
-                self._drop("budget", len(blocks))
+                self.drop("budget", len(blocks))
                 pool.abort_store(ticket.write_id, OWNER)
                 return
             records = self._records(offer, blocks, ticket)
@@ -223,7 +254,7 @@ class Writer:
             # The call has returned, so the disk writes no more to these slots. An old record in the index is harmless:
             # it is not the one that stands before the bytes now.
             pool.abort_store(ticket.write_id, OWNER)
-            self._drop("error", len(ticket.packed_indexes) // 4)
+            self.drop("error", len(ticket.packed_indexes) // 4)
             raise
         with self._lock:
             self.counts.num_written += num_published
@@ -233,8 +264,8 @@ class Writer:
         with self._lock:
             return self._budget.take(num_bytes, clock.now_s())
 
-    def _records(self, offer: _Offer, blocks: list[HeldBlock], ticket: StoreTicket) -> list[Record]:
-        context, num_bytes = self._context, self._num_bytes_of(offer.namespace)
+    def _records(self, offer: Offer, blocks: list[HeldBlock], ticket: StoreTicket) -> list[Record]:
+        context, num_bytes = self._context, self._context.num_bytes_of(offer.namespace)
         disk_slots = ints_in(ticket.packed_slots).tolist()
         records = list[Record]()
         for block, disk_slot in zip(blocks, disk_slots, strict=True):
@@ -275,7 +306,8 @@ class Writer:
                         buffers.pop().release()
                     views.release()
 
-    def _drop(self, reason: str, num_blocks: int) -> None:
+    def drop(self, reason: str, num_blocks: int) -> None:
+        """Count blocks that are not written."""
         if num_blocks > 0:
             with self._lock:
                 self.counts.dropped[reason] += num_blocks

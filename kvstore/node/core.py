@@ -111,16 +111,9 @@ class NodeCore:
             self._divided,
             disk,
         )
-        hints = Hints(
-            node_id,
-            resolve_directory,
-            config.call_timeout_s,
-            versions,
-            service.hear_clearing,
-            presence.set_alone,
-            epoch,
-        )
-        fetcher = Fetcher(config, hints, peers, mover, threads, service.hear_clearing, disk)
+        hear, timeout_s = service.hear_clearing, config.call_timeout_s
+        hints = Hints(node_id, resolve_directory, timeout_s, versions, hear, presence.set_alone, epoch)
+        fetcher = Fetcher(config, hints, peers, mover, threads, hear, disk)
         self.state = NodeState(
             node_id=node_id,
             config=config,
@@ -309,6 +302,7 @@ class NodeCore:
                 "num_failures": server.loop.num_failures,
             },
             "pool": asdict(service.current.stats()) if service.is_attached else None,
+            "reclaim": None if service.reclaimer is None else service.reclaimer.stats(),
             **self.control.handoffs.stats(),
             "disk": None if state.disk is None else state.disk.stats(),
             "nixl": None,
@@ -336,6 +330,8 @@ class NodeCore:
             steps.callback(self._close_memory)
             if state.disk is not None:
                 steps.callback(state.disk.stop)
+            if service.reclaimer is not None:
+                steps.callback(service.reclaimer.stop)
             steps.callback(self.control.stop)
             steps.callback(state.peers.close)
             steps.callback(state.hints.stop)

@@ -109,8 +109,6 @@ class LoadControl:
             is_open=lambda: not connection.closed,
         )
         load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
-        if num_here and self._state.disk is not None:
-            self._state.disk.used(chain.namespace, list(grant.slots))
         if grant.num_refused:
             load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
         if grant.num_refused or num_here == len(chain):

@@ -6,7 +6,6 @@ Callers give times as seconds from now, since they have their own clocks; the po
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable
 
@@ -30,12 +29,13 @@ from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreDra
 from kvstore.memory.presence import PresenceTable
 from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.pool import Pool
+from kvstore.pool.reclaim import Reclaimer
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-FOREVER_S = math.inf
+FOREVER_S = float("inf")
 #: Slots begin at multiples of this, so that copies in machine words are always aligned.
 SLOT_ALIGNMENT_BYTES = 64
 
@@ -54,7 +54,7 @@ class PoolService:
         changed: blocks became findable or are no longer findable, or a namespace was cleared.
         wake: a deadline was set, or slots are to be swept, so the control thread has to look.
         divided: the arena was divided into this pool, with slots of this many bytes.
-        disk: the disk tier; None for a store without one.
+        disk: the disk tier, or None.
     """
 
     def __init__(
@@ -73,11 +73,9 @@ class PoolService:
         self._presence, self.versions = presence, versions
         self._changed, self._wake, self._divided = changed, wake, divided
         self._disk, self._attach_lock = disk, threading.Lock()
-        #: The pool of the arena; it has no slots until the first namespace attaches.
-        self.current = Pool(0, epoch=epoch, clears=presence.clears)
-        self.slot_bytes = 0
-        #: Of each namespace that has attached.
-        self.block_bytes: dict[bytes, int] = {}
+        self.current, self.slot_bytes = Pool(0, epoch=epoch, clears=presence.clears), 0
+        self.reclaimer: Reclaimer | None = None  # None before the first namespace attaches, and without watermarks.
+        self.block_bytes: dict[bytes, int] = {}  # Of each namespace that has attached.
         self.is_draining = self.is_ending = self.is_closed_to_peers = False
 
     @property
@@ -150,9 +148,12 @@ class PoolService:
             presence=self._presence.counts,
             clears=self._presence.clears,
             on_published=None if self._disk is None else self._disk.offer,
+            on_used=None if self._disk is None or config.disk_min_uses == 1 else self._disk.used,
             eviction=make_policy(config.eviction, num_slots),
         )
         self.slot_bytes = slot_bytes
+        if any(config.watermarks):
+            self.reclaimer = Reclaimer(pool, *config.watermarks, self._disk if config.disk_write == "back" else None)
         self._divided(pool, slot_bytes)
         self.current = pool
 
@@ -162,8 +163,7 @@ class PoolService:
         Raises:
             InvalidRequest: it has not attached.
         """
-        known = self.block_bytes.get(namespace)
-        if known is None:
+        if (known := self.block_bytes.get(namespace)) is None:
             raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
         return known
 

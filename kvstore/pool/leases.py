@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.grants import Grant, HeldBlock, PinKind
+from kvstore.blocks.grants import Grant, HeldBlock, PinKind, Victims
 from kvstore.bounds import MAX_HELD_BLOCKS, MAX_LEASES
 from kvstore.errors import LeaseReleased, PoolExhausted
 from kvstore.pool.owners import OwnedTable
@@ -35,9 +35,16 @@ class LeaseTable(OwnedTable[_Lease]):
     """The leases of one pool, with the budgets for them: see `Pool`."""
 
     def __init__(
-        self, table: SlotTable, max_pinned: int, max_hard_pinned: int, epoch: bytes, new_id: Callable[[], int]
+        self,
+        table: SlotTable,
+        max_pinned: int,
+        max_hard_pinned: int,
+        epoch: bytes,
+        new_id: Callable[[], int],
+        on_used: Callable[[bytes, list[int], bool], None] | None,
     ) -> None:
         super().__init__()
+        self._on_used = on_used
         self._table, self._epoch, self.new_id = table, epoch, new_id
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         #: Slots with a hard pin, and the number of hard pins of each.
@@ -83,6 +90,25 @@ class LeaseTable(OwnedTable[_Lease]):
         # No touch: to be copied to another tier is no use. So the time of the last one is not known here.
         self.add(lease_id, _Lease(owner, math.inf, PinKind.LEASE, listed, table.columns.lives(listed), 0))
         return lease_id, found
+
+    def pin_victims(self, most: int, owner: str) -> Victims:
+        """Pin the blocks that are evicted next, as far as the budget of pins goes; see `Pool.hold_victims`."""
+        table, index = self._table, self._table.index
+        room = self._max_pinned - table.columns.num_pinned if len(self) < MAX_LEASES else 0
+        slots = table.choose_victims(min(most, room))
+        if not slots:
+            return Victims(0, [], [], [])
+        lease_id, listed = self.new_id(), SlotList.of(slots)
+        self.add(lease_id, _Lease(owner, math.inf, PinKind.LEASE, listed, table.columns.lives(listed), 0))
+        touches = [table.eviction.stamp[slot] for slot in slots]
+        return Victims(lease_id, slots, [index.space[slot].namespace for slot in slots], touches)
+
+    def end_victims(self, victims: Victims, owner: str) -> int:
+        """Drop the pin of victims and evict them; see `Pool.evict_held`."""
+        if self.of(victims.lease_id, owner) is None:
+            return 0
+        listed = self.pop(victims.lease_id).slots
+        return self._table.end_victims(victims.slots, listed, victims.touches)
 
     def grow(self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float) -> Grant:
         """Pin the readable prefix of a chain under an existing lease, and renew that.
@@ -148,6 +174,8 @@ class LeaseTable(OwnedTable[_Lease]):
         if kind is PinKind.HARD:
             self.hard_pins.update(slots)
         stamp = table.eviction.touched(slots, is_use=is_use)
+        if self._on_used is not None and count:
+            self._on_used(chain.namespace, list(slots), is_use)
         lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp)
         return lease, len(found) - len(slots)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import count as count_from
 
 from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.grants import Grant, HeldBlock, PinKind, PoolStats, StoreTicket
+from kvstore.blocks.grants import Grant, HeldBlock, PinKind, PoolStats, StoreTicket, Victims
 from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import MAX_PARTS, check_count
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
@@ -54,6 +54,8 @@ class Pool:
         clears: updated with the number of clearings per namespace; private when None.
         on_published: called under the pool's lock, with the namespace, the slots and the writer of blocks
             that became readable.
+        on_used: called under the pool's lock with the namespace and slots of blocks that are touched, and whether
+            that is a use of them, as for `EvictionPolicy.touched`.
         eviction: chooses what goes when the pool is full, for as many slots, and for no other pool; the least recently
             used when None.
         now_s: the clock by which the priorities of blocks end, in seconds.
@@ -70,6 +72,7 @@ class Pool:
         presence: PresenceCounts | None = None,
         clears: ClearCounts | None = None,
         on_published: Callable[[bytes, list[int], str], None] | None = None,
+        on_used: Callable[[bytes, list[int], bool], None] | None = None,
         eviction: EvictionPolicy | None = None,
         now_s: Callable[[], float] = clock.now_s,
     ) -> None:
@@ -84,9 +87,11 @@ class Pool:
         new_id = count_from(secrets.randbits(48) + 1).__next__
         most = num_slots if max_pinned is None else max_pinned
         hard = most // 2 if max_hard_pinned is None else max_hard_pinned
-        self.leases = LeaseTable(self.table, most, hard, self.epoch, new_id)
+        self.leases = LeaseTable(self.table, most, hard, self.epoch, new_id, on_used)
         self._clears = ClearCounts() if clears is None else clears
-        self.writes = WriteTable(self.table, self.epoch, new_id, self.watches.settled, self._clears, on_published)
+        self.writes = WriteTable(
+            self.table, self.epoch, new_id, self.watches.settled, self._clears, on_published, on_used
+        )
         self.new_id = new_id
 
     def _step(self, name: str) -> threading.Lock:
@@ -164,6 +169,44 @@ class Pool:
         with self._step("hold"):
             return self.leases.pin_slots(slots, namespace, owner)
 
+    def keep_free(
+        self, num_slots: int, on_short: Callable[[], None], on_evicted: Callable[[list[bytes]], None] | None
+    ) -> None:
+        """Have callbacks called under the pool's lock, by claims and `evict`; for an eviction loop.
+
+        Args:
+            num_slots: `on_short` is called by a claim that leaves fewer slots free.
+            on_short: see there.
+            on_evicted: called with the hashes of evicted blocks; not with those of `evict_held`.
+        """
+        with self._lock:
+            self.table.least_free, self.table.on_short, self.table.on_evicted = num_slots, on_short, on_evicted
+
+    def evict(self, num_blocks: int) -> int:
+        """Evict up to so many blocks, in the order of eviction, and leave their slots free; return how many."""
+        with self._step("evict"):
+            return self.table.evict(num_blocks)
+
+    def hold_victims(self, num_blocks: int, owner: str) -> Victims:
+        """Pin the blocks that are evicted next, to write them to another tier before. This counts as no use of them.
+
+        The owner ends the pin with `evict_held`. With `release` they stay, and have their places in the order again.
+
+        Args:
+            num_blocks: pin at most so many; fewer if the budget of pins has no room, or fewer can be evicted.
+            owner: of the pin.
+        """
+        with self._step("hold_victims"):
+            return self.leases.pin_victims(num_blocks, owner)
+
+    def evict_held(self, victims: Victims, owner: str) -> int:
+        """End the pin of victims and evict them; return how many went.
+
+        Blocks that were used meanwhile stay, and so do those with readers or new children.
+        """
+        with self._step("evict_held"):
+            return self.leases.end_victims(victims, owner)
+
     def discard(self, slots: list[int]) -> int:
         """Take readable blocks out of the pool because their bytes turned out bad; return how many there were.
 
@@ -187,6 +230,10 @@ class Pool:
         """Return the generation of each slot."""
         with self._lock:
             return tuple(self.table.columns.generation[slot] for slot in slots)
+
+    def hashes_of(self, slots: Sequence[int]) -> list[bytes]:
+        """Return the hash of each slot's block; for callbacks of this pool, which hold its lock, and for holders."""
+        return [self.table.index.block_hash[slot] for slot in slots]
 
     # Writing.
 
@@ -483,6 +530,11 @@ class Pool:
         with self._lock:
             return self.table.hot_chains(max_blocks)
 
+    def by_touch(self) -> list[tuple[bytes, list[int]]]:
+        """Return the namespace and the slots of each stretch of blocks that were touched together, the last first."""
+        with self._lock:
+            return self.table.by_touch()
+
     def num_leases(self, owner: str = "") -> int:
         """Return how many leases are held, by one owner if it is given."""
         with self._lock:
@@ -497,6 +549,11 @@ class Pool:
     def num_slots(self) -> int:
         """All slots."""
         return self.table.num_slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots that are free."""
+        return self.table.columns.num_free
 
     @property
     def num_quarantined(self) -> int:

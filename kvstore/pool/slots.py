@@ -6,6 +6,7 @@ No locking here: the pool holds its lock. kvstore.pool.slot_checks asserts that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,9 @@ class SlotTable:
         presence = PresenceCounts(bytearray(_OWN_COUNTERS)) if presence is None else presence
         self.index = BlockIndex(num_slots, presence, self.eviction)
         self.num_evicted = self.num_published = 0
+        #: `on_short` is called by a claim that leaves fewer free slots, `on_evicted` with what a claim has evicted.
+        self.least_free, self.on_short = 0, _nothing
+        self.on_evicted: Callable[[list[bytes]], None] | None = None
 
     def claim(
         self,
@@ -123,6 +127,8 @@ class SlotTable:
         if was_short:
             self.eviction.freed(listed)
         columns.begin_writing(listed)
+        if columns.num_free < self.least_free:
+            self.on_short()
         return Run(b"", claimed, listed)
 
     def _evict(self, wanted: int) -> list[int]:
@@ -135,11 +141,72 @@ class SlotTable:
                 evicted.append(slot)
                 if len(evicted) == wanted:
                     break
+        self._went(evicted, hashes)
+        if hashes and self.on_evicted is not None:
+            self.on_evicted(hashes)
+        return evicted
+
+    def _went(self, slots: list[int], hashes: list[bytes]) -> None:
         if hashes:
             self.index.events.add(False, hashes)
             self.num_evicted += len(hashes)
-            self.eviction.evicted(SlotList.of(evicted), hashes)
-        return evicted
+            self.eviction.evicted(SlotList.of(slots), hashes)
+
+    def evict(self, wanted: int) -> int:
+        """Evict up to `wanted` blocks, and leave their slots free; sweeps before. Return how many were evicted."""
+        most = min(self.num_slots, self.columns.num_free + wanted)
+        self._sweep_for(most)
+        evicted = self._evict(num_short) if (num_short := most - self.columns.num_free) > 0 else []
+        self._free(evicted)
+        return len(evicted)
+
+    def _free(self, evicted: list[int]) -> None:
+        listed = SlotList.of(evicted)
+        self.index.forget(listed)
+        self.index.shorten()
+        self.eviction.freed(listed)
+        self.columns.clear(evicted, listed)
+
+    def choose_victims(self, most: int) -> list[int]:
+        """Pin the blocks that are evicted next, and return their slots in that order.
+
+        They leave the order; `end_victims`, or `unpin` without a stamp, gives the others their places back.
+        """
+        index, ref_count, num_left = self.index, self.columns.ref_count, dict[int, int]()
+        chosen, taken = list[int](), set[int]()
+        for slot in self.eviction.victims() if most > 0 else ():
+            space = index.space[slot]
+            is_here = not space.is_cleared and space.ready.get(index.block_hash[slot]) == slot
+            if not is_here or ref_count[slot] or slot in taken or num_left.get(slot, index.num_children[slot]):
+                continue
+            chosen.append(slot)
+            taken.add(slot)
+            above = space.ready.get(index.parent[slot])
+            if above is not None:
+                num_left[above] = num_left.get(above, index.num_children[above]) - 1
+                if not num_left[above]:  # As if its children had gone.
+                    self.eviction.released((above,), 0)
+            if len(chosen) == most:
+                break
+        self.columns.pin(SlotList.of(chosen))
+        return chosen
+
+    def end_victims(self, slots: list[int], listed: SlotList, touches: list[int]) -> int:
+        """Evict chosen victims, except those that were touched meanwhile or have readers; return how many."""
+        index, columns, eviction = self.index, self.columns, self.eviction
+        columns.unpin(listed)
+        evicted, hashes, kept = list[int](), list[bytes](), list[int]()
+        for slot, touched in zip(slots, touches, strict=True):
+            is_unused = not columns.ref_count[slot] and eviction.stamp[slot] == touched
+            if is_unused and not index.space[slot].is_cleared and (own := index.evict(slot)):
+                evicted.append(slot)
+                hashes.append(own)
+            else:
+                kept.append(slot)
+        self._went(evicted, hashes)
+        self._free(evicted)
+        eviction.released(kept, 0)
+        return len(evicted)
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int], stamp: int) -> None:
         """Make blocks readable that were being written, in the order of their claim; `stamp` is of its touch."""
@@ -181,6 +248,17 @@ class SlotTable:
             self.columns.clear(slots, listed)
         return len(slots)
 
+    def by_touch(self) -> list[tuple[bytes, list[int]]]:
+        """Return all blocks by their last touch, the last first, and those of one chain from its root on."""
+        index, stamp = self.index, self.eviction.stamp
+        keys = [
+            (-stamp[slot], space.namespace, index.depth[slot], slot)
+            for space in index.spaces.values()
+            for slot in space.ready.values()
+        ]
+        groups = groupby(sorted(keys), key=lambda key: key[:2])
+        return [(namespace, [slot for *_, slot in group]) for (_, namespace), group in groups]
+
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
         index = self.index
@@ -200,3 +278,7 @@ class SlotTable:
                 data = b"".join(index.block_hash[at] for at in reversed(path))
                 chains.append(BlockHashes(space.namespace, space.namespace, 0, data))
         return chains
+
+
+def _nothing() -> None:
+    """Do nothing: nobody has to be told."""

@@ -76,10 +76,11 @@ class WriteTable(OwnedTable[_Write]):
         on_settled: Callable[[Collection[bytes]], None],
         clears: ClearCounts,
         on_published: Callable[[bytes, list[int], str], None] | None,
+        on_used: Callable[[bytes, list[int], bool], None] | None,
     ) -> None:
         super().__init__()
         self._table, self._epoch, self.new_id, self._on_settled = table, epoch, new_id, on_settled
-        self._on_published = on_published
+        self._on_published, self._on_used = on_published, on_used
         self._parts = PartRuns(table.columns, table.index.claims.look_at)
         self._clears = clears
 
@@ -110,6 +111,8 @@ class WriteTable(OwnedTable[_Write]):
         pinned = index.claims.listed(here)
         if here:
             table.columns.pin(pinned)
+            if self._on_used is not None:
+                self._on_used(chain.namespace, here, False)
         joined: list[int] = []
         if under_way:
             for segment in index.claims.segments(under_way):

@@ -6,13 +6,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from kvstore.config import StoreConfig, parse_bytes
+from kvstore.config import EVICTION_POLICIES, MAX_MIN_USES, MAX_WATERMARK, StoreConfig, parse_bytes
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools.doctor import human_bytes
 from kvstore.tools.documents import as_document
@@ -104,16 +104,44 @@ OUTPUT = click.option(
 
 
 _DEFAULTS = StoreConfig()
+#: Of `kvstore start`; `eviction_settings` takes what they give.
+_EVICTION = (
+    click.option(
+        "--eviction",
+        type=click.Choice(EVICTION_POLICIES),
+        default=EVICTION_POLICIES[0],
+        show_default=True,
+        help="What goes when a node is full: what is least likely to be used again, or the least recently used.",
+    ),
+    click.option(
+        "--low-watermark",
+        type=click.FloatRange(0.0, MAX_WATERMARK),
+        help="Evict in a loop when a smaller share of a node's slots is free; 0 for never. Without it 0, or 0.05 with "
+        "--disk-write back.",
+    ),
+    click.option(
+        "--high-watermark",
+        type=click.FloatRange(0.0, MAX_WATERMARK),
+        help="The loop ends when this share is free; without it twice the other.",
+    ),
+)
 #: Of `kvstore start`; `disk_settings` takes what they give.
 _DISK = (
     click.option("--disk-path", metavar="PATH", help="Keep blocks on disk, too, in this folder of each node."),
     click.option("--disk-capacity", default="0", help="Disk for blocks on each node, like 100GiB."),
     click.option(
-        "--disk-admission",
-        type=click.Choice(["all", "second_use"]),
-        default=_DEFAULTS.disk_admission,
+        "--disk-min-uses",
+        type=click.IntRange(1, MAX_MIN_USES),
+        default=_DEFAULTS.disk_min_uses,
         show_default=True,
-        help="'second_use' writes a block only when it is stored or read for the second time.",
+        help="Write a block only when it is stored or used for the n-th time.",
+    ),
+    click.option(
+        "--disk-write",
+        type=click.Choice(["through", "back"]),
+        default=_DEFAULTS.disk_write,
+        show_default=True,
+        help="'through' writes a block behind the save that brings it; 'back' when it is about to be evicted.",
     ),
     click.option("--disk-write-budget", default="0", help="Bytes written a day at most, like 1TiB; 0 for no limit."),
     click.option("--disk-sync", is_flag=True, help="A block counts only when the disk keeps it without power, too."),
@@ -127,17 +155,33 @@ _DISK = (
 )
 
 
-def disk_options(command: _Function) -> _Function:
-    """Give a command the options of the disk tier."""
-    for option in reversed(_DISK):
+def _with_options(command: _Function, options: Sequence[Callable[[_Function], _Function]]) -> _Function:
+    for option in reversed(options):
         command = option(command)
     return command
+
+
+def eviction_options(command: _Function) -> _Function:
+    """Give a command the options of eviction."""
+    return _with_options(command, _EVICTION)
+
+
+def eviction_settings(eviction: str, low_watermark: float | None, high_watermark: float | None) -> dict[str, Any]:
+    """Return the settings of a store that the options of eviction give."""
+    watermarks = {"low_watermark": low_watermark, "high_watermark": high_watermark}
+    return {"eviction": eviction, **{name: value for name, value in watermarks.items() if value is not None}}
+
+
+def disk_options(command: _Function) -> _Function:
+    """Give a command the options of the disk tier."""
+    return _with_options(command, _DISK)
 
 
 def disk_settings(
     disk_path: str | None,
     disk_capacity: str,
-    disk_admission: str,
+    disk_min_uses: int,
+    disk_write: str,
     disk_write_budget: str,
     disk_sync: bool,
     disk_timeout: float,
@@ -148,7 +192,8 @@ def disk_settings(
         ConfigError: a size that is none, or a disk without a path or a capacity.
     """
     given = {
-        "disk_admission": disk_admission,
+        "disk_min_uses": disk_min_uses,
+        "disk_write": disk_write,
         "disk_write_bytes_per_day": parse_size("--disk-write-budget", disk_write_budget),
         "disk_sync": disk_sync,
         "disk_timeout_s": disk_timeout,

@@ -30,4 +30,4 @@ def test_a_tier_that_is_written_and_never_read_is_named():
     check = judge_cluster({**seen, "unread_disks": ["default on node abc (1,000 blocks)"]})
     assert check.status is Status.WARN
     assert "never read: default on node abc" in check.found
-    assert "second_use" in check.fix
+    assert "disk_min_uses=2" in check.fix

@@ -199,16 +199,34 @@ def started_with(monkeypatch, *words: str) -> dict:
 def test_start_passes_the_options_of_the_disk(monkeypatch):
     disk = ("--disk-path", "/disk", "--disk-capacity", "100GiB")
     assert started_with(monkeypatch, *disk) == {"disk_path": "/disk", "disk_capacity": 100 << 30}
-    rest = ("--disk-admission", "second_use", "--disk-write-budget", "1TiB", "--disk-sync", "--disk-timeout", "2")
+    rest = (
+        "--disk-min-uses",
+        "3",
+        "--disk-write",
+        "back",
+        "--disk-write-budget",
+        "1TiB",
+        "--disk-sync",
+        "--disk-timeout",
+        "2",
+    )
     assert started_with(monkeypatch, *disk, *rest) == {
-        "disk_path": "/disk", "disk_capacity": 100 << 30, "disk_admission": "second_use",
+        "disk_path": "/disk", "disk_capacity": 100 << 30, "disk_min_uses": 3, "disk_write": "back",
         "disk_write_bytes_per_day": 1 << 40, "disk_sync": True, "disk_timeout_s": 2.0,
+    }  # fmt: skip
+
+
+def test_start_passes_the_watermarks(monkeypatch):
+    disk = ("--disk-path", "/disk", "--disk-capacity", "100GiB")
+    assert started_with(monkeypatch, *disk, "--low-watermark", "0.1", "--high-watermark", "0.2") == {
+        "disk_path": "/disk", "disk_capacity": 100 << 30, "low_watermark": 0.1, "high_watermark": 0.2,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        (["--low-watermark", "0.2", "--high-watermark", "0.1"], "low_watermark, high_watermark: wanted both 0, or"),
         (["--disk-path", "/d"], "--disk-path and --disk-capacity: wanted both"),
         (["--disk-capacity", "1GiB"], "--disk-path and --disk-capacity: wanted both"),
         (["--disk-sync"], "--disk-path and --disk-capacity: wanted both"),

@@ -7,6 +7,8 @@ from kvstore import config
 from kvstore.config import StoreConfig, parse_bytes
 from kvstore.errors import ConfigError
 
+DISK = {"disk_path": "/disk", "disk_capacity_bytes": 1 << 20}
+
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
@@ -96,7 +98,23 @@ def test_a_number_that_python_would_not_even_write_is_refused(setting):
         {"disk_path": "/a\0b", "disk_capacity_bytes": 1 << 20},
         {"disk_path": "/disk", "disk_capacity_bytes": 65535},
         {"disk_path": "/disk", "disk_capacity_bytes": -1},
-        {"disk_admission": "some"},
+        {"disk_min_uses": 0},
+        {"disk_min_uses": 256},
+        {"disk_min_uses": 1.0},
+        {"disk_write": "never"},
+        {"disk_write": "back"},
+        {"disk_write": "back", "low_watermark": 0.0, **DISK},
+        {"disk_write": "back", "low_watermark": 0, "high_watermark": 0.1, **DISK},
+        {"low_watermark": -0.1},
+        {"low_watermark": 0.51},
+        {"low_watermark": 0.2, "high_watermark": 0.1},
+        {"low_watermark": 0.2, "high_watermark": 0.51},
+        {"low_watermark": 0.0, "high_watermark": 0.1},
+        {"low_watermark": float("nan")},
+        {"high_watermark": float("nan")},
+        {"low_watermark": "0.1"},
+        {"high_watermark": "0.1"},
+        {"low_watermark": True},
         {"disk_write_bytes_per_day": -1},
         {"disk_sync": 1},
         {"disk_timeout_s": 0.0},
@@ -107,6 +125,30 @@ def test_settings_that_cannot_work_are_refused(changes):
         StoreConfig(**changes)
     assert "wanted" in str(caught.value)
     assert "got" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, (0.0, 0.0)),
+        ({"low_watermark": 0.0}, (0.0, 0.0)),
+        ({"low_watermark": 0.1}, (0.1, 0.2)),
+        ({"low_watermark": 0.4}, (0.4, 0.5)),
+        ({"high_watermark": 0.3}, (0.15, 0.3)),
+        ({"low_watermark": 0.5, "high_watermark": 0.5}, (0.5, 0.5)),
+        ({"disk_write": "back", **DISK}, (0.05, 0.1)),
+        ({"disk_write": "back", "high_watermark": 0.4, **DISK}, (0.2, 0.4)),
+    ],
+)
+def test_watermarks_that_are_not_given_are_chosen(given, chosen):
+    made = StoreConfig(**given)
+    assert made.watermarks == chosen
+    assert StoreConfig.from_json(made.to_json()) == made
+
+
+def test_writing_back_without_the_loop_is_refused_with_a_remedy():
+    with pytest.raises(ConfigError, match="give neither watermark, or one above 0, or use disk_write='through'"):
+        StoreConfig(disk_write="back", low_watermark=0.0, **DISK)
 
 
 def test_json_round_trip():
@@ -139,18 +181,21 @@ OTHERS = {
     "lane": "tcp",
     "disk_path": "/other",
     "disk_capacity_bytes": 1 << 21,
-    "disk_admission": "second_use",
+    "disk_min_uses": 2,
+    "disk_write": "back",
     "disk_write_bytes_per_day": 1 << 40,
     "disk_sync": True,
     "disk_timeout_s": 6.0,
     "eviction": "lru",
+    "low_watermark": 0.25,
+    "high_watermark": 0.4,
 }
-DISK = {"disk_path": "/disk", "disk_capacity_bytes": 1 << 20}
+WATERMARKS = {"low_watermark": 0.2, "high_watermark": 0.3}
 
 
 @pytest.mark.parametrize("field", StoreConfig.__dataclass_fields__)
 def test_every_setting_is_compared(field):
-    rest = DISK if field.startswith("disk") else {}
+    rest = (DISK if field.startswith("disk") else {}) | WATERMARKS
     one, other = StoreConfig(**rest), StoreConfig(**{**rest, field: OTHERS[field]})
     assert one.fingerprint != other.fingerprint
     assert one.differences(other) == f"{field}: wanted {getattr(one, field)!r}, runs with {OTHERS[field]!r}"

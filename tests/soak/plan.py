@@ -36,7 +36,7 @@ SETTINGS = {
     "chunk_bytes": 4 * SHAPE.block_bytes,
 }
 #: With a time limit that hangs of the disk pass, and stops of the store.
-DISK_SETTINGS = {"disk_capacity_bytes": DISK_CAPACITY_BYTES, "disk_timeout_s": 1.0}
+_DISK_SETTINGS = {"disk_capacity_bytes": DISK_CAPACITY_BYTES, "disk_timeout_s": 1.0}
 
 
 class Verb(Enum):
@@ -262,6 +262,12 @@ def choices(seed: int, client: int, life: int) -> Iterator[Choice]:
             wait_s=rng.random() ** 3 * 0.2, ttl_s=rng.choice(_TTLS_S), num_copies=rng.choice((1, 1, 1, 2)),
             is_withdrawn=rng.random() < 0.15, is_named=rng.random() < 0.5, is_early=rng.random() < 0.5,
         )  # fmt: skip
+
+
+def disk_settings(seed: int) -> dict[str, object]:
+    """Return the settings of the disk tier: by the seed, blocks are written behind saves or at eviction."""
+    rng = random.Random(f"{seed}/disk settings")
+    return {**_DISK_SETTINGS, "disk_write": rng.choice(("through", "back")), "disk_min_uses": rng.choice((1, 1, 2))}
 
 
 def faults(seed: int, only_disk: bool = False) -> Iterator[FaultChoice]:

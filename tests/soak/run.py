@@ -26,7 +26,6 @@ from tests.soak.fleet import Fleet
 from tests.soak.plan import (
     CAPACITY_BYTES,
     CHAIN_BLOCKS,
-    DISK_SETTINGS,
     GCS_STOPPED_S,
     REFUSING,
     SETTINGS,
@@ -34,6 +33,7 @@ from tests.soak.plan import (
     Fault,
     FaultChoice,
     chains,
+    disk_settings,
     faults,
     space,
 )
@@ -132,7 +132,7 @@ def soak(
         with two_nodes() as node_ids:
             say("starting the store")
             store = kvstore.start(
-                CAPACITY_BYTES, name="soak", lane=lane, disk_path=str(disk_root), **DISK_SETTINGS, **SETTINGS
+                CAPACITY_BYTES, name="soak", lane=lane, disk_path=str(disk_root), **disk_settings(seed), **SETTINGS
             )
             disks = DiskFaults(disk_root, folder / "disk-control", random.Random(f"{seed}/disk"))
             try:

@@ -41,6 +41,8 @@ SLOT_BYTES = 12288
 STRIDE = PAGE_BYTES + SLOT_BYTES
 NUM_CHAINS, TRUNK, LONGEST = 40, 4, 12
 NUM_PLACES = 200
+#: When a life writes its blocks: a crash loses more of one kind, and nothing wrong may be left of either.
+WRITES = ("through", "back")
 #: How long a life may take to begin and to compare what it finds, and at most how long it writes.
 _BEGIN_S, _WRITE_S = 60.0, 0.12
 
@@ -63,11 +65,11 @@ def bytes_of(block_hash: bytes, version: int) -> bytes:
 class Life:
     """One life of the store, in this process."""
 
-    def __init__(self, root: str, seed: int, sync: bool) -> None:
+    def __init__(self, root: str, seed: int, sync: bool, write: str) -> None:
         self.rng, self.directory = random.Random(seed), DirectoryServer(HOST, settle_s=0.0)
         config = StoreConfig(
             capacity_bytes=64 * SLOT_BYTES, disk_path=root, disk_sync=sync,
-            disk_capacity_bytes=NUM_PLACES * (STRIDE + RECORD_BYTES),
+            disk_capacity_bytes=NUM_PLACES * (STRIDE + RECORD_BYTES), disk_write=write,
         )  # fmt: skip
         self.core = NodeCore(NODE, config, HOST, _no_peer, self.directory.address)
         self.state = self.core.state
@@ -130,9 +132,9 @@ def _no_peer(node_id: str) -> object:
     raise PeerLost(f"wanted no other node, got {node_id}")
 
 
-def live(root: str, seed: int, sync: bool, told: int) -> None:
+def live(root: str, seed: int, sync: bool, write: str, told: int) -> None:
     """One life, until it is killed. It tells what it found as a line of JSON."""
-    life = Life(root, seed, sync)
+    life = Life(root, seed, sync, write)
     os.write(told, json.dumps(life.compare()).encode() + b"\n")
     while True:
         life.store()
@@ -167,7 +169,7 @@ def tear(folder: Path, old: Path, rng: random.Random) -> str:
     return what
 
 
-def run(kills: int, seed: int, root: str) -> dict[str, object]:
+def run(kills: int, seed: int, root: str, writes: tuple[str, ...] = WRITES) -> dict[str, object]:
     """Run that many lives, each killed; return what was found. Raises at the first wrong byte."""
     rng, old = random.Random(seed), Path(root) / "old"
     folder, found, torn = Path(root) / "kv" / "default-0", list[dict[str, int]](), dict[str, int]()
@@ -177,7 +179,8 @@ def run(kills: int, seed: int, root: str) -> dict[str, object]:
         if (pid := os.fork()) == 0:
             try:
                 os.close(reader)
-                live(f"{root}/kv", rng.randrange(1 << 30), rng.random() < 0.3, writer)
+                sync, write = rng.random() < 0.3, rng.choice(writes)
+                live(f"{root}/kv", rng.randrange(1 << 30), sync, write, writer)
             except BaseException:  # noqa: BLE001 - told to the parent, which sees the pipe end.
                 import traceback
 
@@ -222,10 +225,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="kill a store in the middle of its writes to disk, and compare")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--write", choices=WRITES, help="of all lives; each draws one without this")
     asked = parser.parse_args()
+    writes = (asked.write,) if asked.write else WRITES
     with tempfile.TemporaryDirectory(prefix="rks", dir="/tmp") as sockets, tempfile.TemporaryDirectory() as root:
         os.environ["RAYKV_SOCKET_DIR"] = sockets
-        sys.stdout.write(json.dumps(run(asked.kills, asked.seed, root)) + "\n")
+        sys.stdout.write(json.dumps(run(asked.kills, asked.seed, root, writes)) + "\n")
 
 
 if __name__ == "__main__":

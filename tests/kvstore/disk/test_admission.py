@@ -7,21 +7,41 @@ from kvstore.disk.admission import SeenFilter, WriteBudget
 HOUR_S = 3600.0
 
 
-def test_a_block_is_seen_the_second_time():
-    seen = SeenFilter(100)
-    assert [seen.saw(digest(1)), seen.saw(digest(2)), seen.saw(digest(1)), seen.saw(digest(1))] == [
-        False, False, True, True,
-    ]  # fmt: skip
+def saw(seen, number, now_s, gap_s=1.0):
+    return seen.saw([digest(number)], now_s, gap_s)[0]
+
+
+def test_uses_are_counted_up_to_enough():
+    seen = SeenFilter(100, enough=3)
+    assert [saw(seen, 1, now_s) for now_s in (0.0, 2.0, 4.0, 6.0, 8.0)] == [1, 2, 3, 4, 4]
+    assert seen.saw([digest(1), digest(2)], 10.0, 1.0) == [4, 1]
+    assert [seen.num_uses(digest(number)) for number in (1, 2, 3)] == [4, 1, 0]
+
+
+def test_what_comes_soon_after_a_use_is_the_same_use():
+    seen = SeenFilter(100, enough=9)
+    assert [saw(seen, 1, now_s) for now_s in (0.0, 0.9, 1.0, 1.9)] == [1, 1, 2, 2]
+    assert saw(seen, 1, 30.0, 60.0) == 2, "a save of the prompt that loaded it"
+    assert saw(seen, 1, 61.0, 60.0) == 3
+    assert seen.saw([digest(2), digest(2)], 5.0, 1.0) == [1, 1], "a block that is named twice"
 
 
 def test_the_oldest_blocks_are_forgotten():
-    seen = SeenFilter(4)
+    seen = SeenFilter(4, enough=2)
     for number in range(4):
-        seen.saw(digest(number))
-    assert seen.saw(digest(3)), "the last ones are remembered"
+        saw(seen, number, 0.0)
+    assert saw(seen, 3, 2.0) == 2, "the last ones are remembered"
     for number in range(10, 20):
-        seen.saw(digest(number))
-    assert not seen.saw(digest(0))
+        saw(seen, number, 4.0)
+    assert saw(seen, 0, 6.0) == 1
+    assert len(seen) <= 8
+
+
+def test_a_block_that_is_used_again_and_again_is_not_forgotten():
+    seen = SeenFilter(4, enough=200)
+    for number in range(100):
+        assert saw(seen, 0, 2.0 * number) == number + 1
+        saw(seen, 1000 + number, 2.0 * number)
 
 
 def test_no_budget_is_no_bound():

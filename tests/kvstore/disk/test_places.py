@@ -6,7 +6,8 @@ from disk_made import record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.disk.places import Places, neighbours
+from kvstore.disk.places import Places
+from kvstore.disk.slot_file import neighbours
 
 
 @given(st.integers(1, 12), st.randoms(use_true_random=False))

@@ -144,35 +144,74 @@ def test_low_blocks_are_not_written_unless_they_are_used_before_their_turn(start
     assert (store.num("num_written"), store.dropped("low_priority")) == (20, 4)
 
 
-def test_second_use_writes_what_is_stored_twice(start, cluster):
-    store, hashes = start(disk_admission="second_use"), cluster.hashes(6)
-    store.save(hashes, is_written=False)
-    stops_writing(store)
-    assert store.num("num_written") == 0
-    store.empty_memory()
+@pytest.fixture
+def no_gaps(monkeypatch):
+    """Each touch is a use of its own, however soon it comes."""
+    monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_gaps")
+@pytest.mark.parametrize("min_uses", [2, 4])
+def test_a_block_is_written_when_it_is_stored_for_the_nth_time(start, cluster, min_uses):
+    store, hashes = start(disk_min_uses=min_uses), cluster.hashes(6)
+    for _ in range(min_uses - 1):
+        store.save(hashes, is_written=False)
+        stops_writing(store)
+        assert store.num("num_written") == 0
+        store.empty_memory()
     store.save(hashes)
     assert store.num("num_written") == 6
 
 
-def test_second_use_writes_what_is_read(start, cluster):
-    store, hashes = start(disk_admission="second_use"), cluster.hashes(6)
+@pytest.mark.usefixtures("no_gaps")
+@pytest.mark.parametrize("min_uses", [2, 4])
+def test_a_block_is_written_when_it_is_used_for_the_nth_time(start, cluster, min_uses):
+    store, hashes = start(disk_min_uses=min_uses), cluster.hashes(6)
     store.save(hashes, is_written=False)
-    stops_writing(store)
-    assert store.load(hashes[:4]).num_local == 4
+    for _ in range(min_uses - 1):
+        stops_writing(store)
+        assert store.num("num_written") == 0
+        assert store.load(hashes[:4]).num_local == 4
     wait_until(lambda: store.disk.lookup(hashes) == 4)
+    store.settle()
+    assert store.load(hashes[:4]).num_local == 4
     store.settle()
     assert store.num("num_written") == 4
 
 
-def test_second_use_with_a_block_that_is_named_twice(start, cluster):
-    """A reader may name a block twice; pins are counted right all the same."""
-    store, hashes = start(disk_admission="second_use"), cluster.hashes(4)
+def test_one_prompt_is_one_use(start, cluster):
+    """It is loaded, loaded again at once, and saved: written only after a pause."""
+    store, hashes = start(disk_min_uses=2), cluster.hashes(6)
+    store.save(hashes, is_written=False)
+    store.load(hashes)
+    store.save(hashes, is_written=False)
+    store.core.state.pool_service.lease(hashes, "test", 1e-3)
+    stops_writing(store)
+    assert store.num("num_written") == 0
+
+
+@pytest.mark.usefixtures("no_gaps")
+def test_a_lease_is_a_use_and_a_lookup_is_none(start, cluster):
+    store, hashes = start(disk_min_uses=2), cluster.hashes(6)
+    store.save(hashes, is_written=False)
+    assert store.worker.client.lookup(hashes).num_local == 6
+    stops_writing(store)
+    assert store.num("num_written") == 0
+    service = store.core.state.pool_service
+    service.release(service.lease(hashes, "test", 10.0).lease_id, "test")
+    wait_until(lambda: store.disk.lookup(hashes) == 6)
+    store.settle()
+
+
+@pytest.mark.usefixtures("no_gaps")
+def test_a_block_that_is_named_twice_is_pinned_right(start, cluster):
+    store, hashes = start(disk_min_uses=3), cluster.hashes(4)
     store.save(hashes, is_written=False)
     stops_writing(store)
     grant = store.core.pool.pin_prefix(hashes, "test", 1e12)
     slots = list(grant.slots)
     store.core.pool.release(grant.lease_id, "test")
-    store.disk.used(hashes.namespace, [*slots, *slots, slots[0]])
+    store.disk.used(hashes.namespace, [*slots, *slots, slots[0]], True)
     wait_until(lambda: store.disk.lookup(hashes) == 4)
     store.settle()
     store.empty_memory()

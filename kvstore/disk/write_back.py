@@ -1,0 +1,141 @@
+"""Write blocks of memory to the disk only when they are about to be evicted, and evict them after that.
+
+The eviction loop (kvstore.pool.reclaim) says how many slots are wanted. A thread of the disk pins the next victims of
+the memory's pool, writes those that are not on the disk yet, and evicts them. Nobody waits for that: a claim that comes
+faster evicts blocks that were not written, and they are counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from kvstore.blocks.grants import Victims
+from kvstore.disk.places import TierContext
+from kvstore.disk.writer import OWNER, Offer, Writer
+from kvstore.runtime import clock
+
+#: How often it is looked whether the disk still works, while the rest is written at the end of a store.
+_LOOK_S = 0.05
+
+
+class WriteBack:
+    """What is written at eviction. `write_some` runs on threads of the disk, the others on any thread.
+
+    Args:
+        context: of the tier.
+        writer: writes the blocks, and counts.
+        wake: has `write_some` called soon.
+        is_off: returns whether the disk is off.
+    """
+
+    def __init__(
+        self, context: TierContext, writer: Writer, wake: Callable[[], None], is_off: Callable[[], bool]
+    ) -> None:
+        self._context, self._writer, self._wake, self._is_off = context, writer, wake, is_off
+        self._turned = threading.Condition()
+        #: Blocks that no turn has taken yet, that turns have now, and that went since `take_gone`.
+        self._num_wanted = self.num_writing = self._num_gone = 0
+        self._num_turns, self._is_stuck = 0, False
+
+    def write_back(self, num_blocks: int, timeout_s: float) -> int | None:
+        """Have the next victims written and evicted; see `WritesBack` in kvstore.pool.reclaim."""
+        with self._turned:
+            self._num_wanted, self._is_stuck = max(num_blocks - self.num_writing, 0), False
+            num_turns = self._num_turns
+        self._wake()
+        with self._turned:
+            self._turned.wait_for(lambda: self._num_turns != num_turns, timeout_s)
+            num_gone, self._num_gone = self._num_gone, 0
+            return None if self._is_stuck and not num_gone and not self.num_writing else num_gone
+
+    def write_some(self) -> bool:
+        """Write and evict some of the blocks that are wanted; return whether there were any.
+
+        Raises:
+            OSError: the disk refused. All victims of this turn stay, and are the next ones again.
+        """
+        with self._turned:
+            most = min(self._num_wanted, self._writer.num_in_turn())
+            self._num_wanted -= most
+            self.num_writing += most
+        if not most:
+            return False
+        num_gone, has_found = 0, True
+        try:
+            with ExitStack() as turn:
+                turn.enter_context(self._writer.claiming)
+                victims = self._context.memory_pool.hold_victims(most, OWNER)
+                if has_found := bool(victims.slots):
+                    num_gone = self._write(victims, turn.close)
+        finally:
+            with self._turned:
+                self.num_writing -= most
+                self._num_gone += num_gone
+                if not has_found:  # All others are in use.
+                    self._num_wanted, self._is_stuck = 0, True
+                # While others write, a turn that finds nothing is no news.
+                self._num_turns += has_found or not self.num_writing
+                self._turned.notify_all()
+        return has_found
+
+    def _write(self, victims: Victims, claimed: Callable[[], None]) -> int:
+        pool = self._context.memory_pool
+        try:
+            for offer in self._offers(victims):
+                self._writer.write(offer, claimed)
+        except BaseException:
+            pool.release(victims.lease_id, OWNER)
+            raise
+        num_gone = pool.evict_held(victims, OWNER)
+        self._context.changed()
+        return num_gone
+
+    def _offers(self, victims: Victims) -> list[Offer]:
+        """Return the victims that are worth a write, by namespace, and those of a chain from its root on.
+
+        The state of a namespace is noted now. `Writer.write` pins only what was not cleared until then.
+        """
+        slots = dict[bytes, list[int]]()
+        hashes = self._context.memory_pool.hashes_of(victims.slots)
+        for slot, namespace, own in zip(victims.slots, victims.namespaces, hashes, strict=True):
+            if self._writer.is_worthy(own):
+                slots.setdefault(namespace, []).append(slot)
+        return [self._writer.offer_of(namespace, found[::-1]) for namespace, found in slots.items()]
+
+    def evicted(self, hashes: list[bytes]) -> None:
+        """Count those of blocks that were evicted without a write and are not on the disk.
+
+        Under the memory pool's lock, so nothing here waits.
+        """
+        reason = "off" if self._is_off() else "evicted"
+        here = self._context.disk_pool.present(hashes)
+        self._writer.drop(reason, sum(own not in here and self._writer.is_worthy(own) for own in hashes))
+
+    def forget(self) -> None:
+        """Write nothing more back until asked again: the disk is off."""
+        with self._turned:
+            self._num_wanted = 0
+            self._num_turns += 1
+            self._turned.notify_all()
+
+    def write_rest(self, timeout_s: float) -> int:
+        """Write what is in memory and not on the disk, the blocks that were used last first; a store ends.
+
+        Returns:
+            How many blocks were not written in that time; they are counted as `stopped`.
+        """
+        until_s, writer, pool = clock.now_s() + timeout_s, self._writer, self._context.memory_pool
+        writer.most_queued = pool.num_slots
+        for namespace, slots in pool.by_touch():
+            hashes = pool.hashes_of(slots)
+            here = self._context.disk_pool.present(hashes)
+            pairs = zip(slots, hashes, strict=True)
+            if left := [slot for slot, own in pairs if own not in here and writer.is_worthy(own)]:
+                writer.queue_up(namespace, left)
+        while (num_left := writer.num_unwritten()) and clock.now_s() < until_s and not self._is_off():
+            time.sleep(_LOOK_S)
+        writer.drop_all("stopped")
+        return num_left

@@ -1,0 +1,236 @@
+"""`disk_write="back"`: blocks are written when they are about to be evicted, and nobody waits for that."""
+
+import errno
+
+import pytest
+from disk_store import wait_until
+
+from kvstore.blocks.chain import BlockHashes
+
+NUM_SLOTS = 64
+#: Of 64 slots: the loop begins below 16 free ones, and ends at 32.
+BACK = {"disk_write": "back", "low_watermark": 0.25, "high_watermark": 0.5}
+
+
+@pytest.fixture
+def store(start):
+    made = start(**BACK)
+    assert made.core.state.arena.num_bytes // 4096 == NUM_SLOTS
+    return made
+
+
+def fill(store, cluster, count=6, first_seed=0):
+    """Save chains of eight blocks each, one after the other."""
+    chains = [cluster.hashes(8, seed=first_seed + seed) for seed in range(count)]
+    for hashes in chains:
+        store.save(hashes, is_written=False)
+    return chains
+
+
+def rests(store, num_free=NUM_SLOTS // 4):
+    """Wait until the loop has nothing to do."""
+    wait_until(lambda: store.core.pool.num_free >= num_free)
+    store.settle()
+
+
+def reclaimed(store):
+    return store.core.stats()["reclaim"]["num_evicted"]
+
+
+def test_a_save_writes_nothing_and_an_eviction_does(store, cluster):
+    chains = fill(store, cluster, 6)
+    store.settle()
+    assert (store.num("num_written"), store.core.pool.num_free) == (0, 16)
+    more = cluster.hashes(8, seed=50)
+    store.save(more, is_written=False)
+    rests(store, 32)
+    assert store.core.pool.num_free == 32
+    assert store.num("num_written") == 24
+    assert reclaimed(store) == 24
+    # Four turns may be under way, each with the leaves of another chain.
+    assert [store.disk.lookup(hashes) for hashes in chains[5:]] == [0]
+    assert [store.core.pool.lookup(hashes) for hashes in (chains[5], more)] == [8, 8]
+    assert store.stats()["dropped"] == {}
+    for hashes in chains:
+        assert store.load(hashes).num_blocks == 8
+
+
+def test_a_part_of_a_chain_goes_from_its_leaf_on(start, cluster):
+    store = start(**BACK | {"low_watermark": 0.25, "high_watermark": 0.3})  # Up to 20 free slots.
+    chains = fill(store, cluster, 7)
+    rests(store, 20)
+    assert store.disk.lookup(chains[0]) == 0, "its beginning is in memory only"
+    num_left = store.core.pool.lookup(chains[0])
+    assert 0 < num_left < 8
+    assert store.disk.lookup(chains[0].tail(num_left)) == 8 - num_left
+    result = store.load(chains[0])
+    assert (result.num_local, result.num_disk) == (num_left, 8 - num_left)
+
+
+def test_what_is_on_disk_already_is_not_written_again(store, cluster, writes):
+    chains = fill(store, cluster, 7)
+    rests(store)
+    num_written, num_calls = store.num("num_written"), writes.num_calls
+    assert store.load(chains[0]).num_blocks == 8
+    for hashes in chains[3:]:
+        store.load(hashes)
+    fill(store, cluster, 1, first_seed=60)
+    # The first chain is the oldest, and goes again, with some others.
+    fill(store, cluster, 2, first_seed=70)
+    rests(store)
+    assert store.core.pool.lookup(chains[0]) < 8
+    assert store.num("num_written") > num_written
+    assert writes.num_calls > num_calls
+    assert store.load(chains[0]).num_blocks == 8
+    assert len(set(store.disk.pool.resident_hashes())) == store.num("num_written")
+
+
+def test_only_what_was_used_often_enough_is_written(start, cluster, monkeypatch):
+    monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 0.0)
+    store = start(**BACK, disk_min_uses=2, eviction="lru")
+    chains = fill(store, cluster, 6)
+    store.load(chains[0])
+    assert store.num("num_written") == 0
+    fill(store, cluster, 4, first_seed=60)
+    rests(store)
+    fill(store, cluster, 6, first_seed=80)
+    rests(store)
+    assert set(store.disk.pool.resident_hashes()) <= set(chains[0]), "of all of them it alone was used twice"
+    assert store.num("num_written") > 0
+    assert store.dropped("evicted") == 0, "the others are not worth a write, so they are not missing"
+
+
+def test_claims_that_are_faster_evict_unwritten_blocks_and_count_them(store, cluster, writes):
+    with writes.held():
+        fill(store, cluster, 7)
+        wait_until(lambda: writes.num_waiting)
+        fill(store, cluster, 8, first_seed=20)  # No save waits for the disk.
+        store.check()
+        assert store.core.pool.stats().num_pinned <= 8
+        assert store.dropped("evicted") > 0
+    rests(store)
+    stats = store.stats()
+    num_all = 15 * 8
+    in_memory = NUM_SLOTS - store.core.pool.num_free
+    assert stats["num_written"] + stats["dropped"]["evicted"] + in_memory >= num_all
+    assert set(stats["dropped"]) == {"evicted"}
+
+
+def test_a_victim_that_is_used_while_it_is_written_stays(store, cluster, writes):
+    with writes.held():
+        chains = fill(store, cluster, 7)
+        wait_until(lambda: writes.num_waiting)
+        assert store.load(chains[0]).num_local == 8
+    rests(store)
+    assert store.core.pool.lookup(chains[0]) == 8, "it was just used"
+    assert store.disk.pool.present(list(chains[0])), "and written all the same"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_refuses_costs_blocks_and_nothing_hangs(store, cluster, writes, monkeypatch, code):
+    monkeypatch.setattr("kvstore.disk.breaker._FIRST_REST_S", 0.5)
+    writes.error = OSError(code, "broken")
+    chains = fill(store, cluster, 7)
+    wait_until(lambda: store.core.pool.num_free >= 32)
+    assert store.stats()["num_trips"] >= 1
+    assert store.dropped("error") > 0
+    assert store.dropped("off") + store.dropped("evicted") > 0
+    assert store.num("num_written") == 0
+    writes.error = None
+    wait_until(lambda: not store.disk.is_off)
+    store.settle()
+    fill(store, cluster, 4, first_seed=40)
+    rests(store)
+    assert store.num("num_written") > 0
+    for hashes in chains:
+        store.load(hashes)
+
+
+def test_one_write_that_fails_loses_nothing(store, cluster, writes):
+    writes.error = OSError(errno.EIO, "broken")
+
+    def heal(file, first):
+        if writes.num_calls > 1:
+            writes.error = None
+
+    writes.before = heal
+    chains = fill(store, cluster, 7)
+    rests(store)
+    assert store.dropped("error") > 0
+    assert sum(store.load(hashes).num_blocks for hashes in chains) == 56
+
+
+def test_a_disk_that_hangs_is_left_out(start, cluster, writes):
+    store = start(**BACK, disk_timeout_s=0.2, transfer_timeout_s=2.0)
+    with writes.held():
+        fill(store, cluster, 7)
+        wait_until(lambda: store.disk.is_off)
+        wait_until(lambda: store.core.pool.num_free >= 32 - 8)
+        for seed in range(3):
+            fill(store, cluster, 3, first_seed=100 + 10 * seed)
+            wait_until(lambda: store.core.pool.num_free >= 16)
+        assert store.dropped("off") > 0
+    wait_until(lambda: not store.disk.is_off)
+    store.settle()
+
+
+def test_a_clearing_while_victims_are_written(store, cluster, writes):
+    with writes.held():
+        chains = fill(store, cluster, 7)
+        wait_until(lambda: writes.num_waiting)
+        store.core.state.pool_service.clear(chains[0].namespace)
+    store.settle()
+    wait_until(lambda: store.core.pool.num_free == NUM_SLOTS)
+    assert [store.disk.lookup(hashes) for hashes in chains] == [0] * 7
+    assert store.disk.pool.resident_hashes() == []
+    store.restart()
+    assert [store.disk.lookup(hashes) for hashes in chains] == [0] * 7
+
+
+def test_an_orderly_stop_writes_what_is_in_memory(store, cluster):
+    chains = fill(store, cluster, 4)
+    assert store.num("num_written") == 0
+    store.restart()
+    assert store.num("num_restored") == 32
+    for hashes in chains:
+        assert store.load(hashes).num_disk == 8
+
+
+def test_a_stop_has_a_time_limit_and_begins_with_what_was_used_last(store, cluster, writes, monkeypatch, caplog):
+    monkeypatch.setattr("kvstore.disk.tier._WRITE_BACK_S", 0.3)
+    monkeypatch.setattr("kvstore.disk.tier._STOP_S", 0.3)
+    chains = fill(store, cluster, 5)
+    disk = store.disk
+    firsts = []
+    writes.before = lambda file, first: firsts.append(first)
+    store.load(chains[2])
+    with writes.held():
+        store.stop()
+    assert disk.stats()["dropped"]["stopped"] > 0
+    assert "were not written back" in caplog.text
+    assert 0 < len(firsts) <= 4
+
+
+def test_nothing_is_written_back_at_a_stop_with_through(start, cluster, writes):
+    store = start()
+    store.save(cluster.hashes(4))
+    count = writes.num_calls
+    store.restart()
+    assert writes.num_calls == count
+
+
+def test_a_chain_of_another_namespace(store, cluster):
+    """The victims of one turn may be of several namespaces."""
+    other = b"o" * 32
+    store.core.state.pool_service.attach(other, 4096)
+    pool = store.core.pool
+    for number in range(10):
+        hashes = b"".join(bytes([number, at]) * 16 for at in range(4))
+        chain = BlockHashes(other, other, 0, hashes)
+        ticket = pool.prepare_store(chain, "writer")
+        pool.complete_store(ticket.write_id, "writer")
+        store.save(cluster.hashes(4, seed=number), is_written=False)
+    rests(store)
+    spaces = {namespace for namespace, _ in store.disk.pool.by_touch()}
+    assert len(spaces) == 2
+    assert store.load(cluster.hashes(4, seed=0)).num_disk == 4

@@ -1,0 +1,230 @@
+"""Evict ahead of claims, and pin what is evicted next: the order of the policy, and no place is lost."""
+
+import random
+
+import pytest
+
+from kvstore.blocks.chain import BlockHashes
+from kvstore.pool.eviction.learned import LearnedReuse
+from kvstore.pool.pool import Pool
+
+SPACE, NUM_SLOTS, NEVER_S = b"n" * 32, 16, float("inf")
+
+
+def chain(*numbers, space=SPACE):
+    return BlockHashes(space, space, 0, b"".join(number.to_bytes(4, "little") * 8 for number in numbers))
+
+
+def store(pool, hashes):
+    ticket = pool.prepare_store(hashes, "writer")
+    if ticket.write_id:
+        pool.complete_store(ticket.write_id, "writer")
+    pool.check_integrity()
+
+
+def read(pool, hashes):
+    grant = pool.pin_prefix(hashes, "look", NEVER_S)
+    pool.release(grant.lease_id, "look")
+    pool.check_integrity()
+    return list(grant.slots)
+
+
+@pytest.fixture(params=["lru", "learned"])
+def make(request):
+    def make(num_slots=NUM_SLOTS, **more):
+        policy = LearnedReuse(num_slots, lambda: 0.0) if request.param == "learned" else None
+        return Pool(num_slots, eviction=policy, **more)
+
+    return make
+
+
+@pytest.fixture
+def pool(make):
+    made = make()
+    yield made
+    made.check_integrity()
+    assert made.num_leases() == 0
+
+
+def order_of(pool, count):
+    """The hashes that go one after the other, by evicting them."""
+    gone = []
+    for _ in range(count):
+        before = set(pool.resident_hashes())
+        assert pool.evict(1) == 1
+        pool.check_integrity()
+        gone += before - set(pool.resident_hashes())
+    return gone
+
+
+def fill(pool):
+    for numbers in ((1, 2, 3, 4), (1, 2, 5, 6), (7, 8), (9,)):
+        store(pool, chain(*numbers))
+
+
+def test_evict_frees_slots_leaf_before_root(pool):
+    fill(pool)
+    assert pool.num_free == NUM_SLOTS - 9
+    assert pool.evict(3) == 3
+    pool.check_integrity()
+    assert pool.num_free == NUM_SLOTS - 6
+    assert pool.lookup(chain(1, 2, 3, 4)) == 2, "the oldest leaves are gone, what others build on stays"
+    assert pool.evict(100) == 6
+    pool.check_integrity()
+    assert (pool.num_free, pool.evict(1)) == (NUM_SLOTS, 0)
+    assert pool.stats().num_evicted == 9
+
+
+def test_evict_spares_what_is_read_or_written_and_sweeps_first(pool):
+    fill(pool)
+    grant = pool.pin_prefix(chain(7, 8), "look", NEVER_S)
+    ticket = pool.prepare_store(chain(20, 21), "writer")
+    other = b"o" * 32
+    store(pool, chain(30, 31, space=other))
+    pool.begin_clear(other)
+    assert pool.evict(2) == 0, "two slots came by sweeping"
+    assert pool.evict(100) == 7
+    pool.check_integrity()
+    assert pool.lookup(chain(7, 8)) == 2
+    assert pool.complete_store(ticket.write_id, "writer") == 2
+    pool.release(grant.lease_id, "look")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_victims_are_those_that_eviction_takes_in_that_order(make, seed):
+    def grown():
+        rng, made = random.Random(seed), make()
+        for _ in range(30):
+            numbers = [rng.randrange(3) + 10 * depth for depth in range(rng.randint(1, 5))]
+            own = [
+                sum(3**at * number for at, number in enumerate(numbers[: depth + 1])) for depth in range(len(numbers))
+            ]
+            store(made, chain(*own))
+            if rng.random() < 0.3:
+                read(made, chain(*own[:2]))
+        return made
+
+    one, other = grown(), grown()
+    count = NUM_SLOTS - one.num_free
+    victims = one.hold_victims(count, "disk")
+    one.check_integrity()
+    hashes = one.hashes_of(victims.slots)
+    assert hashes == order_of(other, count)
+    assert one.evict_held(victims, "disk") == count
+    one.check_integrity()
+    assert one.num_free == NUM_SLOTS
+    assert one.num_leases() == 0
+
+
+@pytest.mark.parametrize("num_held", [1, 3, 5, 9])
+def test_victims_that_are_released_have_their_places_again(make, num_held):
+    one, other = make(), make()
+    fill(one)
+    fill(other)
+    for _ in range(2):
+        victims = one.hold_victims(num_held, "disk")
+        assert len(victims.slots) == num_held
+        one.check_integrity()
+        assert one.release(victims.lease_id, "disk")
+        one.check_integrity()
+    assert order_of(one, 9) == order_of(other, 9)
+
+
+def test_a_victim_that_is_used_meanwhile_stays_with_what_it_hangs_on(pool):
+    fill(pool)
+    victims = pool.hold_victims(9, "disk")
+    assert pool.lookup(chain(1, 2, 3, 4)) == 4, "they are found until they go"
+    read(pool, chain(1, 2, 3, 4))
+    assert pool.evict_held(victims, "disk") == 5
+    pool.check_integrity()
+    assert pool.lookup(chain(1, 2, 3, 4)) == 4
+    assert pool.evict(100) == 4
+
+
+def test_a_victim_with_a_reader_or_a_new_child_stays(pool):
+    fill(pool)
+    grant = pool.pin_prefix(chain(9), "look", NEVER_S)
+    victims = pool.hold_victims(9, "disk")
+    assert len(victims.slots) == 8
+    store(pool, chain(7, 8, 10))
+    assert pool.evict_held(victims, "disk") == 6
+    pool.check_integrity()
+    assert pool.lookup(chain(7, 8, 10)) == 3
+    pool.release(grant.lease_id, "look")
+
+
+def test_victims_of_a_cleared_namespace_come_back_without_eviction(pool):
+    fill(pool)
+    victims = pool.hold_victims(4, "disk")
+    pool.begin_clear(SPACE)
+    assert pool.evict_held(victims, "disk") == 0
+    pool.check_integrity()
+    pool.sweep_all()
+    pool.check_integrity()
+    assert pool.num_free == NUM_SLOTS
+    fill(pool)
+    victims = pool.hold_victims(4, "disk")
+    pool.clear(SPACE)  # Swept before the pin ends, too.
+    assert pool.evict_held(victims, "disk") == 0
+    assert pool.num_free == NUM_SLOTS
+
+
+def test_victims_under_the_budget_of_pins(make):
+    pool = make(max_pinned=3)
+    fill(pool)
+    assert len(pool.hold_victims(9, "disk").slots) == 3
+    assert pool.hold_victims(9, "disk").slots == []
+    assert pool.hold_victims(0, "disk").slots == []
+    pool.release_owner("disk")
+    pool.check_integrity()
+
+
+def test_only_the_owner_evicts_and_only_once(pool):
+    fill(pool)
+    victims = pool.hold_victims(2, "disk")
+    assert pool.evict_held(victims, "other") == 0
+    assert pool.evict_held(victims, "disk") == 2
+    assert pool.evict_held(victims, "disk") == 0
+
+
+def test_soft_pins_go_last_and_stay_soft(pool):
+    fill(pool)
+    pin = pool.pin(chain(1, 2, 3, 4), "keep", pool_kind())
+    victims = pool.hold_victims(5, "disk")
+    pool.check_integrity()
+    assert pool.release(victims.lease_id, "disk")
+    pool.check_integrity()
+    assert pool.evict(5) == 5
+    assert pool.lookup(chain(1, 2, 3, 4)) == 4
+    pool.release(pin.lease_id, "keep")
+
+
+def pool_kind():
+    from kvstore.blocks.grants import PinKind
+
+    return PinKind.SOFT
+
+
+def test_claims_say_when_slots_are_short_and_what_they_evict(pool):
+    told, gone = [], []
+    pool.keep_free(4, lambda: told.append(pool.table.columns.num_free), gone.extend)
+    store(pool, chain(*range(1, 13)))
+    assert (told, gone) == ([], [])
+    store(pool, chain(20))
+    assert told == [3]
+    store(pool, chain(30, 31, 32, 33, 34))
+    assert told == [3, 0]
+    assert gone == [hashes for hashes in chain(12, 11).hashes()]
+    victims = pool.hold_victims(2, "disk")
+    assert pool.evict_held(victims, "disk") == 2
+    assert len(gone) == 2, "the holder knows"
+
+
+def test_by_touch(pool):
+    fill(pool)
+    read(pool, chain(7, 8))
+    found = pool.by_touch()
+    assert [pool.hashes_of(slots) for _, slots in found] == [
+        chain(7, 8).hashes(), chain(9).hashes(), chain(1, 2, 5, 6).hashes(), chain(3, 4).hashes(),
+    ]  # fmt: skip
+    assert {namespace for namespace, _ in found} == {SPACE}
