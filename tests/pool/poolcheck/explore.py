@@ -1,8 +1,8 @@
 """Runs two or three threads over real code in every order that up to some pre-emptions can make.
 
 A schedule is the thread chosen at each point where there was a choice. A failure prints it, and `replay` runs it.
-One that comes to a state in which another has been before, with no fewer switches left, ends there: what follows is run
-already.
+One that comes to a state from which every thread has gone on before, with no fewer switches left, ends there: what
+follows is run already.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def explore(
             spent = 0
             for at, choice in enumerate(run.choices):
                 if at >= len(start):
-                    for other in choice.enabled:
+                    for other in choice.fresh:
                         cost = int(choice.before >= 0 and other != choice.before)
                         if other != choice.chosen and spent + cost <= max_preemptions:
                             todo[spent + cost].append((*chosen[:at], other))
