@@ -42,7 +42,8 @@ CLASSES = {
 }
 REQUIRED = ("peer", "own", "partial", "miss")
 #: Nobody looks at a dashboard, reads workers' logs here or adds nodes.
-HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+NODE = {"include_log_monitor": False}
+HEAD = {**NODE, "include_dashboard": False, "no_monitor": True}
 #: A hand-off brings all full blocks or is an error.
 HANDOFF_REQUIRED = ("peer", "too short")
 
@@ -70,8 +71,8 @@ def two_nodes() -> Iterator[list[str]]:
         cluster = Cluster()
         try:
             nodes = [
-                cluster.add_node(num_cpus=1, object_store_memory=80 << 20, **head_only).node_id
-                for head_only in (HEAD, {})
+                cluster.add_node(num_cpus=1, object_store_memory=80 << 20, **options).node_id
+                for options in (HEAD, NODE)
             ]
             ray.init(cluster.address, namespace="raykv-demo", log_to_driver=False, configure_logging=False)
             # Ray has handlers of its own, of which one ends this process without the clean-up below.

@@ -5,6 +5,7 @@ The environment is changed before anything imports ray, so nothing at the top of
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -65,6 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Where two processes share the tests they take them file by file in this order, and end at about the same time.
     """
     items.sort(key=_rank)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported until now out of collections of garbage: each would look through all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _num_gpus() -> int:

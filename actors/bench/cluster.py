@@ -38,19 +38,13 @@ def private_nodes(num_nodes: int, object_store_bytes: int = 100 << 20) -> Iterat
     os.environ.pop("RAY_ADDRESS", None)
     cluster: Any = None
     try:
+        # Run nothing that is not measured.
+        of_each = {"num_cpus": num_cpus, "object_store_memory": object_store_bytes, "include_log_monitor": False}
         cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": num_cpus,
-                "object_store_memory": object_store_bytes,
-                "include_dashboard": False,
-                # Run nothing that is not measured.
-                "include_log_monitor": False,
-                "no_monitor": True,
-            },
+            initialize_head=True, head_node_args={**of_each, "include_dashboard": False, "no_monitor": True}
         )
         for _ in range(num_nodes - 1):
-            cluster.add_node(num_cpus=num_cpus, object_store_memory=object_store_bytes)
+            cluster.add_node(**of_each)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         here = ray.get_runtime_context().get_node_id()
         nodes = [cluster.head_node, *cluster.worker_nodes]

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvstore.actors.session.handles import USE
 from kvstore.actors.starting import start
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.config import StoreConfig
+from kvstore.disk.folder import open_folder
 from kvstore.errors import TransferTimeout
 
 _NUM_BLOCKS, _BLOCK_TOKENS = 4, 16
@@ -34,13 +36,22 @@ def take_round(disk_path: str) -> dict[str, int]:
     config = StoreConfig(
         name="doctor", capacity_bytes=_MEMORY_BYTES, disk_path=disk_path, disk_capacity_bytes=_DISK_BYTES
     )
-    found = {"num_blocks": _NUM_BLOCKS}
+    # Tried before Ray is begun, so that a wrong path is told at once.
+    open_folder(disk_path, config.name, "doctor", _DISK_BYTES).close()
+    # Both lives of the store are in one Ray, which would end with the first.
+    with USE.joined("local", config.name, time.monotonic() + _START_S, may_start=True) as joined:
+        found = {"num_blocks": _NUM_BLOCKS, **_first_life(config), **_second_life(config)}
+    USE.leave(joined.session)
+    return found
+
+
+def _first_life(config: StoreConfig) -> dict[str, int]:
     store = start(config, "local", _START_S)
     try:
         engine = _Engine(store)
         first = engine.hashes(0)
         engine.save(first)
-        found["memory"] = engine.num_right(first, lambda result: result.num_local)
+        found = {"memory": engine.num_right(first, lambda result: result.num_local)}
         _until("written to disk", lambda: engine.disk(store)["num_written"] >= _NUM_BLOCKS)
         number = 0
         while engine.client.lookup(first).num_local:
@@ -52,11 +63,16 @@ def take_round(disk_path: str) -> dict[str, int]:
         engine.client.close()
     finally:
         store.stop()
+    return found
+
+
+def _second_life(config: StoreConfig) -> dict[str, int]:
     store = start(config, "local", _START_S)
     try:
         engine = _Engine(store)
+        first = engine.hashes(0)
         _until("found on disk again", lambda: engine.client.lookup(first).num_disk >= _NUM_BLOCKS)
-        found["restart"] = engine.num_right(first, lambda result: result.num_disk)
+        found = {"restart": engine.num_right(first, lambda result: result.num_disk)}
         engine.client.close()
     finally:
         store.stop()

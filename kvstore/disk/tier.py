@@ -65,12 +65,11 @@ class DiskTier:
         try:
             #: What was cleared, as the last store on this folder knew it.
             self.old_versions = read_versions(self._folder.path / VERSIONS)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._folder.close()
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"disk_path: wanted a readable file, got {error}; give another path") from error
-        except ConfigError:
-            self._folder.close()
-            raise
         self._lock, self._log = threading.Lock(), LogLimit()
         self._versions = VersionsKeeper(self._folder.path / VERSIONS, versions_now, self.old_versions)
         #: Why the tier begins empty, or stays off for good.
@@ -150,8 +149,7 @@ class DiskTier:
                 version_of=version_of,
                 changed=changed,
             )
-            threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
-            self._threads = threads
+            threads = self._threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
             self._reader = Reader(self._context, self._threads)
             self._writer = Writer(
                 self._context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from two_nodes import HEAD, NODE
 
 import kvstore
 
@@ -16,7 +17,7 @@ def alone(_two_nodes):
     from ray.cluster_utils import Cluster
 
     _two_nodes.stop()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 << 20})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 << 20, **HEAD})
     try:
         ray.init(address=cluster.address, log_to_driver=False)
         store = kvstore.start("8MiB", name="alone", timeout_s=60)
@@ -46,7 +47,7 @@ def test_new_prompts_cost_no_question_until_another_node_joins_and_then_its_bloc
             num_calls = engine.num_calls()
     assert engine.num_calls() == num_calls, "of those that are absent nobody was asked"
 
-    cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    cluster.add_node(num_cpus=1, object_store_memory=80 << 20, **NODE)
     joined = eventually(lambda: [node for node in store.node_ids() if node != node_id], 30)
     other = eventually(lambda: open_engine(store, space, joined[0]), 30)
     new = chain_of(space, 4, seed=100)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
+from two_nodes import NODE
 
 import kvstore
 from kvstore.client.results import MissReason
@@ -326,7 +327,7 @@ def test_a_store_that_hangs_delays_no_other(stores, space, chain, node_ids, pids
 def third_node(ray_cluster, stores):
     """A node that joins a running store; the last test removes it."""
     before = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    node = ray_cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    node = ray_cluster.add_node(num_cpus=1, object_store_memory=80 << 20, **NODE)
     deadline_s = time.monotonic() + 20
     while time.monotonic() < deadline_s:
         new = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - before

@@ -9,13 +9,9 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 NODE_MEMORY_BYTES = 1 << 40  # only a number to Ray: more than any machine here really has
 #: A raylet that is gone makes its node dead after 3 s instead of 15; a slow one has as long as ever.
 _HEALTH = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
-#: For the head node only; what no test looks at is not started.
-_HEAD = {
-    "include_dashboard": False,
-    "include_log_monitor": False,
-    "no_monitor": True,
-    "_system_config": _HEALTH,
-}
+#: For every node, and for the head node only; what no test looks at is not started.
+NODE = {"include_log_monitor": False}
+HEAD = {**NODE, "include_dashboard": False, "no_monitor": True}
 
 
 class TwoNodes:
@@ -32,7 +28,7 @@ class TwoNodes:
         if self._running is None:
             self._running = Cluster()
             try:
-                for only in (_HEAD, {}):
+                for only in ({**HEAD, "_system_config": _HEALTH}, NODE):
                     self._running.add_node(
                         num_cpus=2, memory=NODE_MEMORY_BYTES, object_store_memory=OBJECT_STORE_BYTES, **only
                     )

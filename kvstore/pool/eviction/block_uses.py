@@ -72,6 +72,7 @@ class BlockUses:
         free = self._free[: self._num_free]
         rows = np.concatenate([self._row_of, self.ghosts.rows(), free])
         assert len(rows) == len(self.uses), "rows are lost"
-        assert len(np.unique(rows)) == len(rows), "a row is of two blocks"
+        # Counted: `np.unique` takes ten times as long, and tests check after each step.
+        assert (np.bincount(rows, minlength=len(rows)) == 1).all(), "a row is of two blocks"
         assert not self.number[free].any(), "a free row is of a block"
         assert ((self.uses > 0) == (self.number > 0)).all(), "uses without a number"

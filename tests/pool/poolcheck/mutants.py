@@ -10,6 +10,7 @@ than its bug, is an error and no catch.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -198,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("hypothesis.stateful", "numpy", "pytest", "pytest_timeout", "torch"):
         importlib.import_module(name)
     assert not [name for name in sys.modules if name.partition(".")[0] == "kvstore"], "kvstore is imported already"
+    gc.freeze()  # Else each child would look through all of that, too, and copy it.
     verdicts, clean = run_all(chosen, whole=not options.only_mutants)
     num_caught = sum(bool(verdict.caught_by) and not verdict.error for verdict in verdicts)
     passed = not clean.caught_by and not clean.error

@@ -43,11 +43,15 @@ class _Known(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What could run at a point, what did, and who ran before (-1: it could not go on)."""
+    """What could run at a point, what did, and who ran before (-1: it could not go on).
+
+    `fresh` are those of the threads that have not gone on from this state with as few switches.
+    """
 
     enabled: tuple[int, ...]
     chosen: int
     before: int
+    fresh: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -59,7 +63,8 @@ class Run:
         files: files of which each line is a point.
         num_checked: how many of its first choices another run has made; what that one has checked on the way is
             the same here.
-        known: with how few switches each state was come to; this run adds its own, and ends at one that is there.
+        known: with how few switches each thread went on, or will, from each state; this run adds its own, and ends
+            where there is nothing to add.
     """
 
     schedule: tuple[int, ...]
@@ -217,41 +222,47 @@ class Run:
                 self._all_ended.release()
             return
         at = len(self.choices)
-        if self._is_known(me, enabled, can_go_on=can_go_on):
+        fresh = self._fresh(me, enabled, can_go_on=can_go_on)
+        if not fresh:
             self._error = _Known()
             self._end_others(me)
             return
-        if can_go_on and self.changed and not any(lock.owner >= 0 for lock in self.locks):
+        # Also where it waits: nobody else checks this state. What has ended was checked then.
+        if me in self._left and self.changed and not any(lock.owner >= 0 for lock in self.locks):
             self.changed = bool(self.files)
             self._checked()
         if len(enabled) == 1:
             chosen = enabled[0]
         else:
-            chosen = self.schedule[at] if at < len(self.schedule) else me if can_go_on else enabled[0]
+            # If it cannot go on, which one does costs nothing; if it can, the others are known where it is.
+            chosen = self.schedule[at] if at < len(self.schedule) else me if can_go_on else fresh[0]
             if chosen not in enabled:
                 self._error = AssertionError(f"the schedule names thread {chosen} at choice {at}, possible: {enabled}")
                 self._end_others(me)
                 return
-            self.choices.append(Choice(enabled, chosen, me if can_go_on else -1))
+            self.choices.append(Choice(enabled, chosen, me if can_go_on else -1, fresh))
         if chosen != me:
             self._current = chosen
             self._batons[chosen].release()
             if me in self._left:
                 self._wait_for_baton(me)
 
-    def _is_known(self, me: int, enabled: tuple[int, ...], *, can_go_on: bool) -> bool:
+    def _fresh(self, me: int, enabled: tuple[int, ...], *, can_go_on: bool) -> tuple[int, ...]:
+        """Return, and note, the threads that nobody has let go on from here with as few switches; all if unknown."""
         if self.known is None or len(enabled) == 1 or len(self.choices) < len(self.schedule):
-            return False
+            return enabled
         more = (self._num_passed, sorted(self._waiting_for), self._shared)
         state = state_of(self._idents, self._left, self, __file__, more)
         if not state:
-            return False
+            return enabled
         spent = sum(choice.before >= 0 and choice.chosen != choice.before for choice in self.choices)
-        key = (state, me if can_go_on else -1)
-        if self.known.get(key, spent + 1) <= spent:
-            return True
-        self.known[key] = spent
-        return False
+        fresh = []
+        for thread in enabled:
+            cost = spent + int(can_go_on and thread != me)
+            if self.known.get((state, thread), cost + 1) > cost:
+                self.known[state, thread] = cost
+                fresh.append(thread)
+        return tuple(fresh)
 
     def _end_others(self, me: int) -> None:
         # One at a time, as always: the next one unwinds when this one has ended.
