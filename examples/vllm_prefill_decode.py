@@ -6,7 +6,8 @@ saves them; the decode engine on the other finds them, fetches what it lacks ove
 compared with one that the decode engine computed from nothing. Exits with 1 when one differs, or came from nowhere.
 
 With --handoff nothing is saved: the prefill engine's answer has a ticket, and with that the decode engine fetches them,
-on a GPU through its memory. With --both that is done first, and then everything once more through the store.
+on a GPU through its memory. With --both that is done first, and then everything once more through the store,
+with new engines in the same processes.
 """
 
 from __future__ import annotations
