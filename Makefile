@@ -8,6 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 VLLM ?=
 VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin
+VLLM_TESTS ?= tests/vllm tests/examples/test_vllm.py
 ARGS ?=
 MINUTES ?= 10
 FRAMES ?= 20000
@@ -56,7 +57,7 @@ wheel: setup  ## sdist and wheel into dist/, checked
 
 test-vllm:  ## the tests with real vLLM on the CPU, in .venv-vllm; VLLM=0.32.0 another release, in an environment of its own
 	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
-	@$(VLLM_BIN)/python -m pytest -q tests/vllm tests/examples/test_vllm.py $(ARGS)
+	@$(VLLM_BIN)/python -m pytest -q $(VLLM_TESTS) $(ARGS)
 
 example-vllm:  ## real vLLM on the CPU: cold, then warm from the store
 	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2

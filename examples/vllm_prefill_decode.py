@@ -6,7 +6,8 @@ saves them; the decode engine on the other finds them, fetches what it lacks ove
 compared with one that the decode engine computed from nothing. Exits with 1 when one differs, or came from nowhere.
 
 With --handoff nothing is saved: the prefill engine's answer has a ticket, and with that the decode engine fetches them,
-on a GPU through its memory. With --both that is done first, and then everything once more through the store.
+on a GPU through its memory. With --both that is done first, and then everything once more through the store,
+with new engines in the same processes.
 """
 
 from __future__ import annotations
@@ -50,15 +51,23 @@ def prompts(block_size: int) -> list[tuple[str, int, int]]:
 
 
 class Worker:
-    """An actor with an engine in it."""
+    """An actor with an engine in it, or one after the other: importing vLLM takes longer than making an engine."""
 
-    def __init__(self, model: str, num_stored_in_block: int, device: str, handoff: bool) -> None:
+    def __init__(self, model: str, num_stored_in_block: int, device: str) -> None:
+        self._model, self._num_stored_in_block, self._device = model, num_stored_in_block, device
         self._stored = smallest_block(device)
+        self._engine: Any = None
+
+    def start(self, handoff: bool) -> None:
         self._engine = make_engine(
-            model, num_stored_in_block * self._stored, stored_block_size=self._stored, device=device,
+            self._model, self._num_stored_in_block * self._stored, stored_block_size=self._stored, device=self._device,
             save="none" if handoff else "prompt",
-            handoff_staging=STAGING_BYTES if handoff and device == "cuda" else 0,
+            handoff_staging=STAGING_BYTES if handoff and self._device == "cuda" else 0,
         )  # fmt: skip
+
+    def stop(self) -> None:
+        self._engine.llm_engine.engine_core.shutdown()
+        self._engine = None
 
     def stored_block_size(self) -> int:
         return self._stored
@@ -80,34 +89,37 @@ class Worker:
 
 def run(model: str, device: str, ways: tuple[bool, ...]) -> dict[bool, list[dict[str, Any]]]:
     """Send every prompt through two engines, anew for each way: by hand-offs or not; one row for each prompt."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     import kvstore
 
     with two_nodes() as nodes:
         store = kvstore.start("256MiB")
         try:
-            return {handoff: serve(model, device, handoff, nodes) for handoff in ways}
+            workers = [
+                ray.remote(Worker)
+                .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+                .remote(model, num_stored_in_block, device)
+                for node, num_stored_in_block in zip(nodes, (1, 2), strict=True)
+            ]
+            return {handoff: serve(workers, handoff) for handoff in ways}
         finally:
             store.stop()
 
 
-def serve(model: str, device: str, handoff: bool, nodes: list[str]) -> list[dict[str, Any]]:
+def serve(workers: list[Any], handoff: bool) -> list[dict[str, Any]]:
     """Start an engine on each node, and send every prompt through both; one row for each."""
     import numpy as np
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    engines = [
-        ray.remote(Worker)
-        .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(model, num_stored_in_block, device, handoff)
-        for node, num_stored_in_block in zip(nodes, (1, 2), strict=True)
-    ]
-    stored, _ = ray.get([engine.stored_block_size.remote() for engine in engines], timeout=START_S)
-    prefill, decode = engines
+    ray.get([worker.start.remote(handoff) for worker in workers], timeout=START_S)
+    prefill, decode = workers
+    stored = ray.get(prefill.stored_block_size.remote(), timeout=CALL_S)
     random = np.random.default_rng(1)
     # The first steps of an engine are slow. This prompt is nobody's prefix.
     ray.get(
-        [engine.alone.remote(random.integers(0, VOCABULARY, 300).tolist()) for engine in engines],
+        [worker.alone.remote(random.integers(0, VOCABULARY, 300).tolist()) for worker in workers],
         timeout=CALL_S,
     )
     system = random.integers(0, VOCABULARY, SYSTEM).tolist()
@@ -131,8 +143,7 @@ def serve(model: str, device: str, handoff: bool, nodes: list[str]) -> list[dict
                 "ok": identical and answer["num_cached"] == wanted,
             }
         )
-    for engine in engines:
-        ray.kill(engine)
+    ray.get([worker.stop.remote() for worker in workers], timeout=CALL_S)
     return rows
 
 

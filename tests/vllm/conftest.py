@@ -87,9 +87,9 @@ def model(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("model"))
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=8192, dtype="float32",
-        initializer_range=0.1,  # wide, so that the answer hangs on all of the prompt
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=8192, dtype="float32",
+        initializer_range=0.14,  # wide, so that the answer hangs on all of the prompt
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -105,9 +105,11 @@ def cluster():
     begin_importing()  # which takes longer than all that comes before the first engine
     cluster = Cluster()
     try:
-        for is_head in (True, False):
-            options = {"include_dashboard": False} if is_head else {}
-            cluster.add_node(num_cpus=2, memory=NODE_MEMORY_BYTES, object_store_memory=OBJECT_STORE_BYTES, **options)
+        for only in ({"include_dashboard": False, "no_monitor": True}, {}):  # for the head
+            cluster.add_node(
+                num_cpus=2, memory=NODE_MEMORY_BYTES, object_store_memory=OBJECT_STORE_BYTES, include_log_monitor=False,
+                **only,
+            )  # fmt: skip
         ray.init(address=cluster.address, log_to_driver=False)
         cluster.wait_for_nodes(timeout=30)
         yield cluster
@@ -120,8 +122,8 @@ def cluster():
 def store(cluster, unit):
     import kvstore
 
-    # The largest stored block here; a token has 4 KiB.
-    store = kvstore.start("512MiB", block_bytes=2 * unit * 4096, lease_ttl_s=10.0)
+    # The largest stored block here; a token has 4 KiB. Each node store that starts writes to all of its memory once.
+    store = kvstore.start("128MiB", block_bytes=2 * unit * 4096, lease_ttl_s=10.0)
     yield store
     store.stop()
 

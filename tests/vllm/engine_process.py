@@ -6,6 +6,7 @@ imported once, by the process of which all engines are forks.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -13,9 +14,12 @@ import time
 import traceback
 
 import ray  # noqa: F401 - imported once for all
+import vllm.distributed.device_communicators.shm_broadcast
 import vllm.v1.engine.core
 import vllm.v1.engine.llm_engine
+import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
+import zmq
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -30,15 +34,27 @@ DEVICE = os.environ.get("RAYKV_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     import vllm.v1.worker.cpu_worker
 
-    # Workers are forked as they are on a GPU. vLLM has those on a CPU import all of it again, which takes each longer
-    # than most tests here; that is for the sake of their threads for OpenMP, and here they have none.
-    vllm.v1.executor.multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # Workers and cores are forked as they are on a GPU. On a CPU vLLM has each import all of it again, which takes
+    # longer than most tests here; that is for the sake of their threads for OpenMP, and here they have none.
+    for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 else:
     import vllm.v1.worker.gpu_worker
 
 # Otherwise vLLM asks for what these can do in processes of their own, which import all of vLLM again.
 ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
 ModelRegistry.register_model("Gemma3ForCausalLM", Gemma3ForCausalLM)
+
+
+def wait_for_message(condition, timeout_ms=None):
+    """Sleep until a worker has a message, and look at least every 50 ms: the first notice may come too early for it."""
+    events = dict(condition.poller.poll(min(timeout_ms or 50, 50)))
+    if condition.local_notify_socket in events:
+        condition.local_notify_socket.recv(flags=zmq.NOBLOCK, copy=False)
+
+
+# vLLM's workers and their engine spin for a second after each message, which takes the processors from all others.
+vllm.distributed.device_communicators.shm_broadcast.SpinCondition.wait = wait_for_message
 
 #: Tokens that the cache of an engine on the CPU holds; with vLLM's least, 1 GiB, a dozen engines need too much memory.
 CACHE_TOKENS = 1 << 17
@@ -114,6 +130,12 @@ def give_store_to(worker, rank):
         del get_kv_transfer_group().worker_side.cache.client
 
 
+# What is imported stays: no fork looks for garbage in it, which takes seconds and copies all of its memory. vLLM
+# collects garbage several times for each engine.
+gc.collect()
+gc.freeze()
+
+
 class EngineProcess:
     def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", **settings):
         transfer = None
@@ -161,15 +183,25 @@ class EngineProcess:
     def step(self, count=1):
         """Step, and return the status of each request that is not over."""
         for _ in range(count):
-            for output in self.engine.step():
-                if self._first_s[output.request_id] < 0:
-                    self._first_s[output.request_id] += time.perf_counter()
-                if output.finished:
-                    self.finished[output.request_id] = self._answer(output)
-            self.num_preemptions = max(
-                [self.num_preemptions, *(request.num_preemptions for request in self.scheduler.requests.values())]
-            )
+            self._step()
         return self.states()
+
+    def _step(self):
+        outputs = self.engine.step()
+        for output in outputs:
+            if self._first_s[output.request_id] < 0:
+                self._first_s[output.request_id] += time.perf_counter()
+            if output.finished:
+                self.finished[output.request_id] = self._answer(output)
+        self.num_preemptions = max(
+            [self.num_preemptions, *(request.num_preemptions for request in self.scheduler.requests.values())]
+        )
+        return outputs
+
+    def _step_or_wait(self):
+        """Step, and leave the processor to others for a while if nothing came out, as vLLM's own loop does."""
+        if not self._step():
+            time.sleep(0.001)
 
     def states(self):
         return {request.request_id.rsplit("-", 1)[0] if "-" in request.request_id else request.request_id:
@@ -179,7 +211,8 @@ class EngineProcess:
         """Step until a request has a status; returns whether it came to that."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
-            if self.step().get(name) == status:
+            self._step_or_wait()
+            if self.states().get(name) == status:
                 return True
         return False
 
@@ -191,7 +224,7 @@ class EngineProcess:
         deadline_s = time.monotonic() + limit_s
         while self.engine.has_unfinished_requests() or self.scheduler.has_requests():
             assert time.monotonic() < deadline_s, f"the engine still has {self.states()}"
-            self.step()
+            self._step_or_wait()
 
     def answer(self, name):
         return self.finished.pop(name, None)
@@ -203,7 +236,7 @@ class EngineProcess:
         for name, tokens, more in prompts:
             self.add(name, tokens, **(options | more))
         while self.engine.has_unfinished_requests():
-            self.step()
+            self._step_or_wait()
         answers = [self.finished.pop(name) for name, _, _ in prompts]
         self.settle()
         return answers
@@ -290,6 +323,7 @@ class EngineProcess:
         return os.getpid()
 
     def stop(self):
+        gc.freeze()  # The process ends: vLLM need not look for garbage before.
         self.engine.engine_core.shutdown()
         for connector in (self.scheduler.connector,):
             if connector is not None:
