@@ -26,7 +26,7 @@ def adapters(tmp_path_factory):
         for layer in range(4):
             for module in ("k_proj", "v_proj"):
                 at = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-                weights[f"{at}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
+                weights[f"{at}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.2
                 weights[f"{at}.lora_B.weight"] = torch.randn(128, 8, generator=generator) * 0.2
         save_file(weights, folder / "adapter_model.safetensors")
         made.append((name, number, str(folder)))
