@@ -1,0 +1,68 @@
+"""What a save says of its blocks reaches the pool of its node; what is no priority changes nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import kvstore
+from kvstore.blocks.codec import encode
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import InvalidRequest
+from kvstore.rpc.connect import connect_local
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Prepare
+
+
+@pytest.fixture
+def node(cluster):
+    return cluster.add("a", mover=False)
+
+
+def counts(node):
+    stats = node.pool.stats()
+    return stats.num_low, stats.num_high
+
+
+def test_saves_of_all_priorities(cluster, node):
+    worker = cluster.worker("a", 12)
+    chains = [cluster.hashes(4, seed=seed) for seed in range(3)]
+    terms = ({"priority": "low"}, {"priority": kvstore.Priority.HIGH, "priority_s": 60}, {})
+    for at, (chain, more) in enumerate(zip(chains, terms, strict=True)):
+        assert worker.client.save(chain, range(4 * at, 4 * at + 4), **more).result(10).num_written == 4
+    assert counts(node) == (4, 4)
+    assert worker.client.stats()["pool"]["num_high"] == 4
+    worker.save(chains[0][:1], [0])
+    assert counts(node) == (3, 4)
+    worker.load(chains[0], range(4))
+    assert counts(node) == (0, 4)
+    cluster.check()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": "urgent"}, {"priority": 1}, {"priority": None}, {"priority_s": 0}, {"priority_s": -1.0},
+        {"priority_s": math.nan}, {"priority_s": 86_401}, {"priority_s": "60"}, {"priority_s": True},
+    ],
+)  # fmt: skip
+def test_what_is_no_priority_is_refused_and_nothing_changed(cluster, node, wrong):
+    worker = cluster.worker("a", 4)
+    before = node.pool.stats()
+    with pytest.raises(InvalidRequest, match=r"priority(_s)?: wanted "):
+        worker.client.save(cluster.hashes(4), range(4), **wrong)
+    assert node.pool.stats() == before
+
+
+@pytest.mark.parametrize("priority_s", [0.0, -1.0, math.nan, 86_401.0, -math.inf])
+def test_a_node_refuses_a_time_that_no_client_sends(cluster, node, priority_s):
+    cluster.worker("a", 4)
+    client, fd = connect_local(node.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    fd.close()
+    before = node.pool.stats()
+    asked = Prepare(cluster.hashes(4), priority=kvstore.Priority.HIGH, priority_s=priority_s)
+    with pytest.raises(InvalidRequest, match="priority_s: wanted "):
+        client.call(Op.PREPARE_STORE, encode(asked), timeout_s=5.0)
+    client.close()
+    assert node.pool.stats() == before
