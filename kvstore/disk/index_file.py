@@ -58,16 +58,17 @@ class IndexFile:
         """
         os.pwrite(self.fd, pack_record(self._tier_id, record), record.place * RECORD_BYTES)
 
-    def write_all(self, records: Sequence[Record]) -> None:
-        """Write several records to their places, neighbours with one call.
+    def write_all(self, records: Sequence[Record], packed: Sequence[bytes]) -> None:
+        """Write several records, given with what `pack_record` made of them, to their places; neighbours with one call.
 
         Raises:
             OSError: the disk refused; some of them may be written.
         """
-        ordered = sorted(records, key=lambda record: record.place)
-        for begin, end in neighbours([record.place for record in ordered], len(ordered)):
-            data = b"".join([pack_record(self._tier_id, record) for record in ordered[begin:end]])
-            os.pwrite(self.fd, data, ordered[begin].place * RECORD_BYTES)
+        order = sorted(range(len(records)), key=lambda at: records[at].place)
+        places = [records[at].place for at in order]
+        for begin, end in neighbours(places, len(places)):
+            data = b"".join([packed[at] for at in order[begin:end]])
+            os.pwrite(self.fd, data, places[begin] * RECORD_BYTES)
 
     def erase(self, place: int) -> None:
         """Remove the record of a slot: its block is damaged.

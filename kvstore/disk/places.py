@@ -35,10 +35,10 @@ class Places:
         self.record[slot] = record
         self.next_generation = max(self.next_generation, record.generation + 1)
 
-    def take_generation(self) -> int:
-        """Return a number that no block of this tier had before; the caller holds the writer's lock."""
-        self.next_generation += 1
-        return self.next_generation - 1
+    def take_generations(self, count: int) -> range:
+        """Return numbers that no block of this tier had before; the caller holds the writer's lock."""
+        self.next_generation += count
+        return range(self.next_generation - count, self.next_generation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ import mmap
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from kvstore.blocks.chain import BlockHashes
@@ -23,7 +23,7 @@ from kvstore.blocks.grants import HeldBlock, StoreTicket
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.admission import SeenFilter, WriteBudget
 from kvstore.disk.places import TierContext
-from kvstore.disk.records import PAGE_BYTES, Record, checksum_of, pack_record
+from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record
 from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
 from kvstore.errors import ChainBroken, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
@@ -96,6 +96,8 @@ class Writer:
         #: Blocks that wait, and those of them that are being written now.
         self.num_queued = self.num_writing = 0
         self.counts = WriterCounts()
+        #: For the records of runs; one for each thread that wrote at once.
+        self._pages = list[mmap.mmap]()
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
         """Note blocks that became readable; `is_on_disk` if they come from there.
@@ -243,10 +245,11 @@ class Writer:
                 pool.abort_store(ticket.write_id, OWNER)
                 return
             records = self._records(offer, blocks, ticket)
-            self._write_slots(records, blocks)
+            packed = [pack_record(context.tier_id, record) for record in records]
+            self._write_slots(records, packed, blocks)
             if self._sync:
                 context.slots.sync()
-            context.index.write_all(records)
+            context.index.write_all(records, packed)
             if self._sync:
                 context.index.sync()
             num_published = pool.complete_store(ticket.write_id, OWNER)
@@ -268,9 +271,9 @@ class Writer:
         context, num_bytes = self._context, self._context.num_bytes_of(offer.namespace)
         disk_slots = ints_in(ticket.packed_slots).tolist()
         records = list[Record]()
-        for block, disk_slot in zip(blocks, disk_slots, strict=True):
-            with self._lock:
-                generation = context.places.take_generation()
+        with self._lock:
+            generations = context.places.take_generations(len(blocks))
+        for block, disk_slot, generation in zip(blocks, disk_slots, generations, strict=True):
             record = Record(
                 place=context.places.place[disk_slot],
                 generation=generation,
@@ -286,18 +289,16 @@ class Writer:
             records.append(record)
         return records
 
-    def _write_slots(self, records: list[Record], blocks: list[HeldBlock]) -> None:
+    def _write_slots(self, records: list[Record], packed: list[bytes], blocks: list[HeldBlock]) -> None:
         context = self._context
         order = sorted(range(len(records)), key=lambda at: records[at].place)
         places = [records[at].place for at in order]
-        # The pages of records need aligned memory, which an anonymous mapping has.
-        with mmap.mmap(-1, PAGE_BYTES * len(order)) as pages:
+        with self._take_pages() as pages:
             for begin, end in neighbours(places, MOST_BUFFERS // 2):
                 buffers, views = list[memoryview](), memoryview(pages)
                 for number, at in enumerate(order[begin:end], begin):
                     page = views[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
-                    packed = pack_record(context.tier_id, records[at])
-                    page[: len(packed)] = packed
+                    page[:RECORD_BYTES] = packed[at]
                     buffers += [page, context.bytes_of(blocks[at].slot, context.slots.slot_bytes)]
                 try:
                     context.slots.write(places[begin], buffers)
@@ -305,6 +306,19 @@ class Writer:
                     while buffers:
                         buffers.pop().release()
                     views.release()
+
+    @contextmanager
+    def _take_pages(self) -> Iterator[mmap.mmap]:
+        """Lend the pages for the records of one run; the system takes a fault for each page of new ones."""
+        try:
+            pages = self._pages.pop()
+        except IndexError:
+            # They need aligned memory, which an anonymous mapping has. After its record each page stays zero.
+            pages = mmap.mmap(-1, PAGE_BYTES * _MOST_BLOCKS)
+        try:
+            yield pages
+        finally:
+            self._pages.append(pages)
 
     def drop(self, reason: str, num_blocks: int) -> None:
         """Count blocks that are not written."""

@@ -174,7 +174,7 @@ class TierNode:
         for index, slot in zip(
             ints_in(ticket.packed_indexes).tolist(), ints_in(ticket.packed_slots).tolist(), strict=True
         ):
-            record = _record(run[index], places.place[slot], places.take_generation())
+            record = _record(run[index], places.place[slot], places.take_generations(1)[0])
             places.record[slot] = self._index[record.place] = record
         self.num_written += disk.complete_store(ticket.write_id, _WRITER)
 

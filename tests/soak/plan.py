@@ -267,7 +267,7 @@ def choices(seed: int, client: int, life: int) -> Iterator[Choice]:
 def disk_settings(seed: int) -> dict[str, object]:
     """Return the settings of the disk tier: by the seed, blocks are written behind saves or at eviction."""
     rng = random.Random(f"{seed}/disk settings")
-    return {**_DISK_SETTINGS, "disk_write": rng.choice(("through", "back")), "disk_min_uses": rng.choice((1, 1, 2))}
+    return {**_DISK_SETTINGS, "disk_write": rng.choice(("through", "back"))}
 
 
 def faults(seed: int, only_disk: bool = False) -> Iterator[FaultChoice]:

@@ -234,3 +234,20 @@ def test_a_chain_of_another_namespace(store, cluster):
     spaces = {namespace for namespace, _ in store.disk.pool.by_touch()}
     assert len(spaces) == 2
     assert store.load(cluster.hashes(4, seed=0)).num_disk == 4
+
+
+@pytest.mark.parametrize("settings", [{"low_watermark": 0.25}, BACK])
+def test_the_loop_ends_with_its_store(start, cluster, settings):
+    store = start(**settings)
+    loop = store.core.state.pool_service.reclaimer
+    fill(store, cluster, 7)
+    wait_until(lambda: store.core.pool.num_free >= 16)
+    store.settle()
+    assert store.core.stats()["reclaim"]["is_alive"]
+    assert store.num("num_written") > 0
+    store.stop()
+    assert not loop.thread.is_alive()
+
+
+def test_without_watermarks_there_is_no_loop(start):
+    assert start().core.stats()["reclaim"] is None

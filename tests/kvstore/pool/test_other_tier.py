@@ -173,3 +173,20 @@ def test_many_namespaces_do_not_hold_the_lock_for_long():
     assert pool.present([*gone, *here]) == set(here)
     # With a look at each namespace for each block it would be some seconds.
     assert time.perf_counter() - began_s < 0.5
+
+
+def test_uses_are_told_as_eviction_hears_of_them():
+    told = []
+    pool = Pool(NUM_SLOTS, on_used=lambda space, slots, is_use: told.append((space, slots, is_use)))
+    hashes = chain(1, 2, 3)
+    store(pool, hashes)
+    assert told == [], "what is new is published"
+    slots = slots_of(pool, hashes)
+    assert told == [(SPACE, slots, True)]
+    pool.lookup(hashes)
+    store(pool, chain(1, 2, 3, 4))
+    assert told[1:] == [(SPACE, slots, False)], "a save of blocks that are here"
+    lease_id = pool.pin_prefix(chain(1), "look", NEVER_S).lease_id
+    pool.pin_prefix(hashes.tail(1), "look", NEVER_S, lease_id)
+    assert [is_use for _, _, is_use in told[2:]] == [True, False], "blocks that a load brought were used then"
+    pool.release(lease_id, "look")
