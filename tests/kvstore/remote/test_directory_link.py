@@ -195,7 +195,8 @@ def test_while_the_directory_is_away_only_so_much_is_kept_for_it(cluster, wait_u
     pool = Pool(num_blocks)
     core.state.hints.follow(pool)
     cluster.directory.stop()
-    wait_until(lambda: core.state.hints.is_away)
+    # It is seen by the heartbeat, every 5 s.
+    wait_until(lambda: core.state.hints.is_away, 60.0)
     num_kept = []
     for _ in range(3 * 17):
         chain = BlockHashes(bytes(32), bytes(32), 0, os.urandom(32 * num_blocks))
