@@ -157,6 +157,7 @@ def test_victims_of_a_cleared_namespace_come_back_without_eviction(pool):
     fill(pool)
     victims = pool.hold_victims(4, "disk")
     pool.begin_clear(SPACE)
+    assert pool.hold_victims(9, "disk").slots == [], "cleared, not swept"
     assert pool.evict_held(victims, "disk") == 0
     pool.check_integrity()
     pool.sweep_all()
