@@ -209,13 +209,13 @@ class Engine:
 
 def make_groups(name: str, page_size: int) -> tuple[PageGroup, ...]:
     """Groups by name: full, window, or both."""
-    window = PageGroup(window_tokens=2 * page_size + 3, num_pages=37)
+    window = PageGroup(window_tokens=2 * page_size + 3, num_pages=15)
     return {"full": (PageGroup(),), "window": (window,), "both": (PageGroup(), window)}[name]
 
 
 def work(groups: str, page_size: int, num_steps: int, seed: int, check_every: int) -> dict[str, int]:
     """Random work; pages are counted after every step. Returns what happened."""
-    engine = Engine(PagedPrefixCache(page_size, 40, make_groups(groups, page_size)), random.Random(seed))
+    engine = Engine(PagedPrefixCache(page_size, 18, make_groups(groups, page_size)), random.Random(seed))
     for step in range(num_steps):
         engine.step()
         engine.conserved()
