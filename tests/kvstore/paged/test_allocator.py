@@ -29,7 +29,9 @@ def test_nothing_is_taken_when_too_few_are_free():
     assert allocator.alloc(0).tolist() == []
 
 
-@pytest.mark.parametrize("slots", [[1, 2, 3], [0], [0, 1, 2], [4, 5, 6, 7, 0], [0, 1, 2, 4], [0, 0, 1, 2, 3], [-1], [40]])
+@pytest.mark.parametrize(
+    "slots", [[1, 2, 3], [0], [0, 1, 2], [4, 5, 6, 7, 0], [0, 1, 2, 4], [0, 0, 1, 2, 3], [-1], [40]]
+)
 def test_a_part_of_a_page_is_not_freed(slots):
     """B1: slots 1..3 of a page of 4 are refused before anything changes; so is what is no whole page."""
     allocator = PageAllocator(10, 4)
@@ -79,7 +81,9 @@ def test_a_shared_page_is_freed_by_its_last_owner():
     assert allocator.num_free == 2
 
 
-@pytest.mark.parametrize(("num_pages", "page_size"), [(0, 4), (-1, 4), (4, 0), (4, 257), (1 << 31, 4), (4, 2.0), (True, 4)])
+@pytest.mark.parametrize(
+    ("num_pages", "page_size"), [(0, 4), (-1, 4), (4, 0), (4, 257), (1 << 31, 4), (4, 2.0), (True, 4)]
+)
 def test_sizes_out_of_range_are_refused(num_pages, page_size):
     with pytest.raises(ConfigError):
         PageAllocator(num_pages, page_size)
