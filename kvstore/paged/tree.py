@@ -114,13 +114,16 @@ class PrefixTree:
         return np.concatenate(parts) if len(parts) != 1 and parts else parts[0] if parts else np.empty(0, np.int32)
 
     def cut(self, found: Found) -> Node:
-        """Return the node that ends where `found` does; an edge is split for it if need be."""
+        """Return the node that ends where `found` does, for the caller to lock; an edge is split for it if need be."""
         if found.inside is None:
             return found.node
         upper = split(found.inside, found.num_inside, self.page_size)
         self.num_nodes += 1
         for group in self.windows:
             self.window_order[group].push(upper)
+        lower = found.inside
+        if self.is_dead(lower) and not lower.children and lower.lock_count == 0:
+            self.remove_leaf(lower)
         return upper
 
     def shorten(self, found: Found, num_pages: int) -> Found:

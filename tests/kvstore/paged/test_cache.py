@@ -185,6 +185,18 @@ def test_a_use_is_a_request_and_its_release():
     assert (found(cache, old), found(cache, young)) == (8, 0)
 
 
+def test_the_request_that_ended_last_is_the_last_to_go():
+    cache = PagedPrefixCache(4, 8)
+    first, second = tokens_of(2, 4, seed=1), tokens_of(2, 4, seed=2)
+    fill(cache, first)
+    fill(cache, second)
+    requests = [cache.acquire(tokens, reserve_last_token=False) for tokens in (first, second)]
+    for request in reversed(requests):
+        request.release()
+    cache.evict(2)
+    assert (found(cache, first), found(cache, second)) == (8, 0)
+
+
 def test_room_is_made_for_new_tokens():
     cache = PagedPrefixCache(4, 4)
     fill(cache, tokens_of(2, 4, seed=1))

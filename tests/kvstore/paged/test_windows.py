@@ -126,8 +126,9 @@ def test_long_requests_give_up_what_is_before_their_window():
     assert request.trim_windows(32) == 0
 
 
-def test_what_is_trimmed_can_still_be_matched_at_its_end():
-    cache = make_cache()
+@pytest.mark.parametrize("window", [6, 8])
+def test_what_is_trimmed_can_still_be_matched_at_its_end(window):
+    cache = make_cache(groups=(PageGroup(), PageGroup(window_tokens=window)))
     fill(cache, TOKENS[:30], trims=True)
     assert found(cache, [*TOKENS[:28], 99]) == 28
     assert cache.stats()[0].num_cached == 7
@@ -202,3 +203,16 @@ def test_no_copy_of_a_page_that_a_window_gave_up():
     assert found(cache, TOKENS[:16]) == 16
     assert cache.match([*TOKENS[:18], 99]).num_partial_tokens == 0
     assert cache.acquire([*TOKENS[:18], 99]).prepare_copy() == ()
+
+
+def test_a_split_leaves_no_leaf_without_a_window():
+    cache = make_cache()
+    fill(cache, TOKENS[:16])
+    copier = cache.acquire([*TOKENS[:3], 99, 99])
+    assert len(copier.prepare_copy()) == 2
+    assert cache.evict(20, group=1) == 3, "the page that is copied stays"
+    copier.abort_copy()
+    request = cache.acquire(TOKENS, reserve_last_token=False)
+    assert request.num_tokens == 4
+    assert cache.num_nodes == 1
+    cache.check_integrity()
