@@ -28,15 +28,16 @@ class PageAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = check_num_pages(num_pages)
         self.page_size = check_page_size(page_size)
-        # A stack; low ids are on top at first. The last page that came back is the first to go out again.
-        self._stack: Pages = np.arange(self.num_pages, dtype=np.int32)[::-1].copy()
-        self._num_free = self.num_pages
-        self._num_refs = np.zeros(self.num_pages, np.int32)
+        # A stack whose top is its first free place. The last pages that came back are the first to go out again.
+        self._stack: Pages = np.arange(self.num_pages, dtype=np.int32)
+        self._top = 0
+        self._is_used = np.zeros(self.num_pages, np.bool_)
+        self._more_refs: dict[int, int] = {}  # References beside the first one, of the few pages that have some.
 
     @property
     def num_free(self) -> int:
         """Return how many pages are free."""
-        return self._num_free
+        return self.num_pages - self._top
 
     def num_refs(self, page: int) -> int:
         """Return the references to one page; 0 if it is free.
@@ -44,7 +45,8 @@ class PageAllocator:
         Raises:
             InvalidRequest: there is no such page.
         """
-        return int(self._num_refs[as_ids("num_refs", "pages", [page], self.num_pages)[0]])
+        (known,) = as_ids("num_refs", "pages", [page], self.num_pages).tolist()
+        return int(self._is_used[known]) + self._more_refs.get(known, 0)
 
     def alloc(self, num_pages: int) -> Pages:
         """Take free pages, each with one reference.
@@ -59,14 +61,13 @@ class PageAllocator:
         wanted = check_count("alloc", "num_pages", num_pages)
         if wanted == 0:
             return NO_PAGES
-        if wanted > self._num_free:
+        if wanted > self.num_free:
             raise PoolExhausted(
-                f"alloc: wanted {wanted} pages, {self._num_free} of {self.num_pages} are free; evict or release some"
+                f"alloc: wanted {wanted} pages, {self.num_free} of {self.num_pages} are free; evict or release some"
             )
-        end = self._num_free
-        self._num_free = end - wanted
-        pages = self._stack[end - wanted : end][::-1].copy()
-        self._num_refs[pages] = 1
+        pages = self._stack[self._top : self._top + wanted].copy()
+        self._top += wanted
+        self._is_used[pages] = True
         return pages
 
     def share(self, pages: Sequence[int] | npt.ArrayLike) -> None:
@@ -75,8 +76,8 @@ class PageAllocator:
         Raises:
             InvalidRequest: a page is free, unknown, or named twice; nothing was changed.
         """
-        ids = self._held("share", pages)
-        self._num_refs[ids] += 1
+        for page in self._held("share", pages).tolist():
+            self._more_refs[page] = self._more_refs.get(page, 0) + 1
 
     def free(self, pages: Sequence[int] | npt.ArrayLike) -> int:
         """Give up one reference to each page; those without references are free.
@@ -110,16 +111,13 @@ class PageAllocator:
 
     def give_back(self, pages: npt.NDArray[np.integer]) -> int:
         """Give up references without checks: only for different pages that the caller surely owns."""
-        if not len(pages):
-            return 0
-        refs = self._num_refs[pages]
-        refs -= 1
-        self._num_refs[pages] = refs
-        freed = pages if not refs.any() else pages[refs == 0]
-        end = self._num_free + len(freed)
-        self._stack[self._num_free : end] = freed[::-1]
-        self._num_free = end
-        return len(freed)
+        if self._more_refs:
+            pages = np.array([page for page in pages.tolist() if not self._drop_ref(page)], np.int32)
+        self._is_used[pages] = False
+        begin = self._top - len(pages)
+        self._stack[begin : self._top] = pages
+        self._top = begin
+        return len(pages)
 
     def check_integrity(self) -> None:
         """Check that each page is either free once or has references.
@@ -127,16 +125,25 @@ class PageAllocator:
         Raises:
             AssertionError: it is not so, which is an error of this class.
         """
-        free = self._stack[: self._num_free]
-        assert 0 <= self._num_free <= self.num_pages, self._num_free
+        free = self._stack[self._top :]
+        assert 0 <= self._top <= self.num_pages, self._top
         assert len(np.unique(free)) == len(free), "a page is free twice"
-        assert not self._num_refs[free].any(), "a free page has references"
-        assert int((self._num_refs > 0).sum()) == self.num_pages - self._num_free, "a page is lost"
-        assert int(self._num_refs.min()) >= 0, "a page has less than no references"
+        assert not self._is_used[free].any(), "a free page has references"
+        assert int(self._is_used.sum()) == self._top, "a page is lost"
+        assert all(self._is_used[page] and count > 0 for page, count in self._more_refs.items()), "wrong references"
+
+    def _drop_ref(self, page: int) -> bool:
+        """Give up one of several references; False if there is only one."""
+        count = self._more_refs.get(page, 0)
+        if count > 1:
+            self._more_refs[page] = count - 1
+        elif count:
+            del self._more_refs[page]
+        return count > 0
 
     def _held(self, verb: str, pages: Sequence[int] | npt.ArrayLike) -> npt.NDArray[np.int64]:
         ids = as_ids(verb, "pages", pages, self.num_pages)
-        free = ids[self._num_refs[ids] == 0]
+        free = ids[~self._is_used[ids]]
         if free.size:
             raise InvalidRequest(
                 f"{verb}: wanted pages that are in use, got page {int(free[0])}, which is free; nothing was changed"

@@ -272,7 +272,12 @@ class PagedRequest:
         if num_new:
             start = node.end_page
             data = tokens.data[start * tree.page_bytes : end * tree.page_bytes]
-            child = tree.add(node, data, [sequence.hand_over(start, end) for sequence in self._sequences])
+            full = set(tree.full)
+            pages = [
+                sequence.hand_over(start, end, never_drops=group in full)
+                for group, sequence in enumerate(self._sequences)
+            ]
+            child = tree.add(node, data, pages)
             tree.lock(child, node)
             node = child
         self._node = node

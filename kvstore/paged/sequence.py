@@ -9,7 +9,16 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest, PoolExhausted
 from kvstore.paged.allocator import PageAllocator
-from kvstore.paged.units import NO_PAGES, Pages, Slots, check_count, last_page_tokens, pages_for, slots_of
+from kvstore.paged.units import (
+    NO_PAGES,
+    Pages,
+    Slots,
+    check_count,
+    last_page_tokens,
+    pages_for,
+    present_slots,
+    slots_of,
+)
 
 _MIN_ROOM = 8
 
@@ -91,7 +100,7 @@ class SequencePages:
         self._take(self.num_pages_for(count))
         start = self.num_tokens
         self.num_tokens += count
-        return slots_of(self._pages, self.allocator.page_size, start, self.num_tokens)
+        return present_slots(self._pages, self.allocator.page_size, start, self.num_tokens)
 
     def prepare_step(self, num_tokens: int) -> Slots:
         """Reserve slots for tokens that may be rejected, as the drafts of speculative decoding.
@@ -102,7 +111,7 @@ class SequencePages:
         count = self._check("prepare_step", num_tokens)
         self._take(self.num_pages_for(count))
         self.num_step_tokens = count
-        return slots_of(self._pages, self.allocator.page_size, self.num_tokens, self.num_tokens + count)
+        return present_slots(self._pages, self.allocator.page_size, self.num_tokens, self.num_tokens + count)
 
     def complete_step(self, num_accepted: int) -> None:
         """Keep the first tokens of the step, and give back the pages that only the others needed.
@@ -126,14 +135,24 @@ class SequencePages:
         """Return those of pages `[start, stop)` that the sequence owns, in a new array."""
         return self._pages[start:stop][self._is_own[start:stop]]
 
-    def hand_over(self, start: int, stop: int, which: npt.NDArray[np.bool_] | None = None) -> Pages:
+    def hand_over(
+        self, start: int, stop: int, which: npt.NDArray[np.bool_] | None = None, *, never_drops: bool = False
+    ) -> Pages:
         """Stop owning pages `[start, stop)`, or those of them in `which`; the caller owns them now.
 
+        Args:
+            start: first page.
+            stop: end of the pages.
+            which: bool `[stop - start]`; None for all.
+            never_drops: `drop` is never called, and the caller does not write into the result.
+
         Returns:
-            All pages `[start, stop)` in a new array, -1 where one was dropped.
+            All pages `[start, stop)`, -1 where one was dropped.
         """
         self._is_own[start:stop] &= False if which is None else ~which
-        return self._pages[start:stop].copy()
+        part = self._pages[start:stop]
+        # A list that is never written again is not copied, unless it would keep a much longer one in memory.
+        return part if never_drops and 2 * len(part) >= len(self._pages) else part.copy()
 
     def is_own(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Return for pages `[start, stop)` whether the sequence owns them."""
@@ -168,11 +187,14 @@ class SequencePages:
 
     def _append(self, pages: Pages) -> None:
         end = self._num_pages + len(pages)
-        if end > len(self._pages):
+        if self._num_pages == 0 and end > len(self._pages):
+            self._pages, self._is_own = pages, np.zeros(end, np.bool_)
+        elif end > len(self._pages):
             room = max(end, 2 * len(self._pages))
             self._pages = np.concatenate((self._pages[: self._num_pages], np.empty(room - self._num_pages, np.int32)))
             self._is_own = np.concatenate((self._is_own[: self._num_pages], np.zeros(room - self._num_pages, np.bool_)))
-        self._pages[self._num_pages : end] = pages
+        if self._pages is not pages:
+            self._pages[self._num_pages : end] = pages
         self._is_own[self._num_pages : end] = True
         self._num_pages = end
 

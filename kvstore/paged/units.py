@@ -48,10 +48,17 @@ def slots_of(pages: Pages, page_size: int, start: int, stop: int) -> Slots:
     Returns:
         int64 `[stop - start]`, a new array.
     """
-    positions = np.arange(start, stop, dtype=np.int64)
-    held = pages[positions // page_size].astype(np.int64)
-    slots = held * page_size + positions % page_size
-    return slots if not len(held) or int(held.min()) >= 0 else np.where(held < 0, np.int64(-1), slots)
+    slots = present_slots(pages, page_size, start, stop)
+    return slots if not len(slots) or int(slots.min()) >= 0 else np.where(slots < 0, np.int64(-1), slots)
+
+
+def present_slots(pages: Pages, page_size: int, start: int, stop: int) -> Slots:
+    """Return what `slots_of` does, of pages none of which is missing."""
+    first = start // page_size
+    slots = pages[first : pages_for(stop, page_size)].astype(np.int64)
+    if page_size > 1:
+        slots = (slots[:, None] * page_size + np.arange(page_size)).ravel()
+    return slots[start - first * page_size : stop - first * page_size]
 
 
 def check_count(verb: str, name: str, value: Any, most: int | None = None) -> int:
