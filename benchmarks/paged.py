@@ -12,7 +12,7 @@ uint32; array("q")). The calls of one round alternate between the caches. Rows:
 `edges` is how many edges of the tree the prompt takes: one, or as many as a conversation whose every turn has another
 branch beside it. Its insert is that of all branches. Times are in microseconds: median, least and greatest.
 
-Run: `python benchmarks/paged.py [--tokens N] [--pages A,B] [--edges A,B] [--rounds N] [--json] [--output FILE]`.
+Run: `python -m benchmarks.paged [--tokens N] [--pages A,B] [--edges A,B] [--rounds N] [--json] [--output FILE]`.
 SGLang needs an environment of its own beside this package's: sglang and what it imports.
 """
 
@@ -135,7 +135,7 @@ def make_drivers(page_size: int, num_tokens: int) -> tuple[list[Driver], str]:
     """Return the caches, and why SGLang's is not among them, if so."""
     drivers: list[Driver] = [Ours(page_size, num_tokens)]
     try:
-        from paged_sglang import make_all
+        from benchmarks.paged_sglang import make_all
 
         drivers += make_all(page_size, num_tokens)
     except ImportError as error:

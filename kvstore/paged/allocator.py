@@ -67,7 +67,7 @@ class PageAllocator:
             )
         pages = self._stack[self._top : self._top + wanted].copy()
         self._top += wanted
-        self._is_used[pages] = True
+        self._is_used[pages.astype(np.intp)] = True  # NumPy's own conversion of an index takes longer.
         return pages
 
     def share(self, pages: Sequence[int] | npt.ArrayLike) -> None:
@@ -113,7 +113,7 @@ class PageAllocator:
         """Give up references without checks: only for different pages that the caller surely owns."""
         if self._more_refs:
             pages = np.array([page for page in pages.tolist() if not self._drop_ref(page)], np.int32)
-        self._is_used[pages] = False
+        self._is_used[pages.astype(np.intp)] = False
         begin = self._top - len(pages)
         self._stack[begin : self._top] = pages
         self._top = begin

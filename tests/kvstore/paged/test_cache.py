@@ -230,7 +230,7 @@ def test_only_what_is_computed_is_found():
 
 
 def test_the_first_of_two_equal_pages_stays():
-    """Scenarios 11 and 13: both requests go on with the pages that they have, and the second copy goes with its owner."""
+    """Scenarios 11 and 13: both requests keep the pages that they have, and the second copy goes with its owner."""
     cache = PagedPrefixCache(4, 8)
     tokens = tokens_of(2, 4)
     first, second = cache.acquire(tokens), cache.acquire(tokens)

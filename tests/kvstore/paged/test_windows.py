@@ -11,10 +11,11 @@ from kvstore.paged.groups import PageGroup, longest_usable
 
 #: A token sees 8 tokens, itself included: the last 7 before a boundary, which are in 2 pages of 4.
 WINDOW = PageGroup(window_tokens=8)
+BOTH = (PageGroup(), WINDOW)
 TOKENS = list(range(32))
 
 
-def make_cache(num_pages=20, groups=(PageGroup(), WINDOW)):
+def make_cache(num_pages=20, groups=BOTH):
     return PagedPrefixCache(4, num_pages, groups)
 
 
@@ -99,7 +100,7 @@ def test_a_leaf_without_a_window_goes_whole():
 
 
 def test_a_locked_node_may_lose_its_window_and_goes_with_its_last_request():
-    cache = make_cache(groups=(PageGroup(), WINDOW))
+    cache = make_cache()
     fill(cache, TOKENS[:16])
     request = cache.acquire(TOKENS[:16], reserve_last_token=False)
     request.extend(16)

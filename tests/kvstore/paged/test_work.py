@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 
 import pytest
-
 from paged_engine import work
 
 NUM_STEPS = int(os.environ.get("RAYKV_PAGED_STEPS", "2000"))
