@@ -39,6 +39,7 @@ class Sglang:
     """A UnifiedRadixCache with one of its tree cores."""
 
     def __init__(self, core: str, page_size: int, num_tokens: int) -> None:
+        import torch
         from sglang.srt.environ import envs
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
@@ -63,6 +64,8 @@ class Sglang:
             self._cache = UnifiedRadixCache(params=params)
         if self._cache._tree_core_backend != core:
             raise ImportError(f"the tree core {core} is not available")
+        torch.set_num_threads(1)  # Small tensors: more threads only wait for each other.
+        self._torch = torch
         self.name = f"sglang {core}"
         self._key, self._insert, self._match, self._evict = RadixKey, InsertParams, MatchPrefixParams, EvictParams
 
@@ -74,9 +77,7 @@ class Sglang:
         found = self._cache.match_prefix(self._match(key=self._key(key)))
         new = self._allocator.alloc(len(key) - found.device_prefix_len)
         if found.device_prefix_len:
-            import torch
-
-            new = torch.cat((self._cache.path_device_indices(found.last_device_node), new))
+            new = self._torch.cat((self._cache.path_device_indices(found.last_device_node), new))
         self._cache.insert(self._insert(key=self._key(key), value=new, prev_prefix_len=found.device_prefix_len))
 
     def match_lock(self, key: Any) -> tuple[Any, int]:

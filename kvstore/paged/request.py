@@ -134,16 +134,18 @@ class PagedRequest:
             One copy per group; none if no page shares a token, or no page is free for it.
 
         Raises:
-            InvalidRequest: the request has more than the pages that `acquire` found, or was released.
+            InvalidRequest: the request has tokens behind its pages of the tree, or a copy or step is not complete,
+                or it was released; nothing was changed.
         """
-        self._check("prepare_copy")
-        if self._copy is not None or self.num_tokens != self._node.end_page * self._tree.page_size:
+        self._count("prepare_copy", 0)
+        if self.num_tokens != self._node.end_page * self._tree.page_size:
             raise InvalidRequest("prepare_copy: wanted a request right after acquire; nothing was changed")
+        limit_tokens = min(self._limit_tokens, self._prompt.num_tokens)
         start = self._node if self._node.parent is not None else self._tree.roots.get(self._key)
-        if start is None or self._limit_tokens <= self.num_tokens:
+        if start is None or limit_tokens <= self.num_tokens:
             return ()
         found = self._tree.find(start, self._prompt.data, self.num_tokens)
-        best = self._tree.best_partial(found, self._prompt.data, self._limit_tokens)
+        best = self._tree.best_partial(found, self._prompt.data, limit_tokens)
         if best is None or any(int(pages[best[1]]) < 0 for pages in best[0].pages):
             return ()
         node, index, num_tokens = best

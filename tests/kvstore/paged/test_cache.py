@@ -404,6 +404,27 @@ def test_a_copy_is_ended_once_and_by_a_release():
     cache.check_integrity()
 
 
+def test_no_copy_behind_other_tokens():
+    cache = PagedPrefixCache(4, 8)
+    tokens = tokens_of(3, 4)
+    fill(cache, tokens)
+    request = cache.acquire(tokens[:7])
+    request.prepare_step(2)
+    with pytest.raises(InvalidRequest, match="incomplete step"):
+        request.prepare_copy()
+    request.complete_step(0)
+    request.extend(1)
+    with pytest.raises(InvalidRequest, match="right after acquire"):
+        request.prepare_copy()
+    assert cache.stats()[0].num_private == 1
+    # After an insert the request has whole pages of the tree again, and may have fewer tokens than its prompt had.
+    request = cache.acquire([*[5] * 4, *tokens[:7]])
+    request.extend(4)
+    request.insert([5] * 4)
+    assert request.prepare_copy() == ()
+    cache.check_integrity()
+
+
 def test_rejected_drafts_leave_no_pages():
     cache = PagedPrefixCache(4, 8)
     tokens = tokens_of(1, 4, 2)
