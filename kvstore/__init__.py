@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from kvstore.config import StoreConfig
     from kvstore.engine.layout import EngineLayout
     from kvstore.errors import KVStoreError
+    from kvstore.paged.allocator import PageAllocator
+    from kvstore.paged.cache import PagedPrefixCache
+    from kvstore.paged.groups import PageGroup
 
 __version__ = "0.1.0"
 
@@ -53,6 +56,9 @@ __all__ = [
     "Match",
     "MissReason",
     "Namespace",
+    "PageAllocator",
+    "PageGroup",
+    "PagedPrefixCache",
     "Part",
     "Pinned",
     "Planes",
@@ -86,6 +92,9 @@ _NAMES_IN = {
     "config": ("StoreConfig",),
     "engine.layout": ("EngineLayout",),
     "errors": ("KVStoreError",),
+    "paged.allocator": ("PageAllocator",),
+    "paged.cache": ("PagedPrefixCache",),
+    "paged.groups": ("PageGroup",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 

@@ -17,11 +17,11 @@ PACKAGE = ROOT / "kvstore"
 #: Modules at the root of the package, and its rooms, from the lowest to the highest. Each imports only what is below.
 FLOORS = (
     "errors", "bounds", "config", "kernel_errors", "kernels", "runtime", "blocks", "rpc", "memory", "pool", "disk",
-    "engine", "mover", "tools", "remote", "handoff", "node", "client", "actors", "api", "integrations", "bench",
-    "replay", "actors.bench", "cli",
+    "engine", "paged", "mover", "tools", "remote", "handoff", "node", "client", "actors", "api", "integrations",
+    "bench", "replay", "actors.bench", "cli",
 )  # fmt: skip
 #: Two columns that never import each other: what runs in a worker's process, and what runs in the store's.
-WORKER, STORE = {"engine", "client"}, {"pool", "disk", "mover", "remote", "handoff", "node"}
+WORKER, STORE = {"engine", "paged", "client"}, {"pool", "disk", "mover", "remote", "handoff", "node"}
 #: Folders that are rooms; actors and kernels are links (docs/adr/0001-packaging.md).
 ROOMS = WORKER | STORE | {"runtime", "blocks", "rpc", "memory", "tools", "bench", "replay"}
 MOST_MODULES = 14

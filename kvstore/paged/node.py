@@ -1,0 +1,107 @@
+"""A node of the prefix tree: an edge of whole pages, and those who use it."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.paged.tokens import TOKEN_BYTES
+from kvstore.paged.units import Pages
+
+RootKey = tuple[bytes, bytes]
+"""Namespace and salt: what tells apart the trees of one cache."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An edge of one or more whole pages, and the node at its end. The root of a tree has no edge.
+
+    The tree owns the pages. A locked node keeps its end: a split makes a new node for the upper part, so a lock
+    that names this node goes on meaning all pages up to its end.
+
+    Args:
+        key: of the tree.
+        parent: None for the root.
+        data: tokens of the edge.
+        pages: int32 per group, one entry per page of the edge; -1 where a window group's page was given up.
+        end_page: pages from the root to the end of the edge.
+        window_locks: per group, int32 like its pages: requests that need each page. None for a group without window.
+        last_use: count of the last call that used the node.
+        lock_count: requests that need the edge.
+        children: by the tokens of their first page, all of them, so two children never have one key.
+        order: keys of `children`, sorted; neighbours in it have the longest common beginnings.
+    """
+
+    key: RootKey
+    parent: Node | None
+    data: bytes | memoryview
+    pages: list[Pages]
+    end_page: int
+    window_locks: list[npt.NDArray[np.int32] | None]
+    last_use: int
+    lock_count: int
+    children: dict[bytes, Node]
+    order: list[bytes]
+
+    @property
+    def num_pages(self) -> int:
+        """Return the pages of the edge."""
+        return len(self.pages[0])
+
+    @property
+    def start_page(self) -> int:
+        """Return the pages from the root to the begin of the edge."""
+        return self.end_page - len(self.pages[0])
+
+    def first_key(self, page_size: int) -> bytes:
+        """Return the tokens of the first page."""
+        return bytes(self.data[: page_size * TOKEN_BYTES])
+
+    def add_child(self, key: bytes, child: Node, *, sorts: bool) -> None:
+        """Link a child; `sorts` is False where no page can match in part."""
+        self.children[key] = child
+        if sorts:
+            bisect.insort(self.order, key)
+
+    def remove_child(self, key: bytes, *, sorts: bool) -> None:
+        """Unlink a child."""
+        del self.children[key]
+        if sorts:
+            del self.order[bisect.bisect_left(self.order, key)]
+
+
+def make_root(key: RootKey, num_groups: int) -> Node:
+    """Return the root of a new tree."""
+    empty = [np.empty(0, np.int32) for _ in range(num_groups)]
+    return Node(key, None, b"", empty, 0, [None] * num_groups, 0, 0, {}, [])
+
+
+def split(node: Node, num_pages: int, page_size: int) -> Node:
+    """Cut an edge after its first pages. Returns the new node of the upper part; `node` keeps the lower part."""
+    assert node.parent is not None
+    assert 0 < num_pages < node.num_pages
+    parent, page_bytes, sorts = node.parent, page_size * TOKEN_BYTES, page_size > 1
+    whole = memoryview(node.data)
+    key = node.first_key(page_size)
+    upper = Node(
+        key=node.key,
+        parent=parent,
+        data=whole[: num_pages * page_bytes],
+        pages=[pages[:num_pages] for pages in node.pages],
+        end_page=node.start_page + num_pages,
+        window_locks=[None if locks is None else locks[:num_pages] for locks in node.window_locks],
+        last_use=node.last_use,
+        lock_count=node.lock_count,
+        children={},
+        order=[],
+    )
+    node.data = whole[num_pages * page_bytes :]
+    node.pages = [pages[num_pages:] for pages in node.pages]
+    node.window_locks = [None if locks is None else locks[num_pages:] for locks in node.window_locks]
+    node.parent = upper
+    parent.children[key] = upper  # The same key: the order of the parent stays.
+    upper.add_child(node.first_key(page_size), node, sorts=sorts)
+    return upper
