@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import U32, U64, Epoch, Record
 from kvstore.blocks.indexes import INT_BYTES, IndexArray, check_below, checked_slots, ints_in
 from kvstore.errors import ProtocolError
@@ -188,3 +189,21 @@ class PoolStats:
     #: Blocks of that priority, with those whose time has ended but whose turn to go has not come since.
     num_low: int = 0
     num_high: int = 0
+
+
+def chain_of(run: list[HeldBlock]) -> BlockHashes:
+    """Return the names of blocks that follow each other."""
+    first = run[0]
+    return BlockHashes(first.namespace, first.parent, first.depth, b"".join([block.block_hash for block in run]))
+
+
+def runs_of_held(blocks: list[HeldBlock]) -> Iterator[list[HeldBlock]]:
+    """Cut blocks where one does not follow the one before."""
+    run = list[HeldBlock]()
+    for block in blocks:
+        if run and (block.parent != run[-1].block_hash or block.depth != run[-1].depth + 1):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run

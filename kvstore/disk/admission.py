@@ -32,24 +32,25 @@ class SeenFilter:
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
 
-    def saw(self, hashes: Iterable[bytes], now_s: float, gap_s: float) -> list[int]:
-        """Note a use of blocks; return how often each was used by now.
+    def saw(self, hashes: Iterable[bytes], now_s: float, gap_s: float) -> list[tuple[int, bool]]:
+        """Note a use of blocks; return how often each was used by now, and whether this was another use.
 
         Args:
             hashes: of the blocks.
             now_s: the time now.
             gap_s: a block whose last use is less than this ago is still in that use.
         """
-        counts, pairs = list[int](), dict[int, tuple[int, float]]()
+        counts, pairs = list[tuple[int, bool]](), dict[int, tuple[int, float]]()
         for block_hash in hashes:
             key = block_hash[:_KEY_BYTES]
             before = self._find(key)
             count, used_s = before
-            if not count or now_s - used_s >= gap_s:
+            is_new = not count or now_s - used_s >= gap_s
+            if is_new:
                 count = min(count + 1, self._enough + 1)
                 before = pairs.setdefault(count, (count, now_s))
             self._new[key] = before
-            counts.append(count)
+            counts.append((count, is_new))
             # Two tables in turns forget the oldest ones without an order for each.
             if len(self._new) >= self._most:
                 self._old, self._new = self._new, {}

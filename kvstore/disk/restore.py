@@ -52,7 +52,7 @@ def restore(pool: Pool, places: Places, records: Sequence[Record], num_clears: M
     for record in records:
         spaces[record.namespace].append(record)
     runs = [run for blocks in spaces.values() for run in runs_of(blocks)]
-    # A run comes after the one that it hangs on, because that was written before.
+    # A run may come before the one that it hangs on: the pool takes children whose parent comes later.
     runs.sort(key=lambda run: run[-1].generation)
     num_restored = 0
     for run in runs:

@@ -217,10 +217,10 @@ class DiskTier:
         """Have the next victims of memory written and evicted; see `WritesBack` in kvstore.pool.reclaim."""
         return None if self._back is None else self._back.write_back(num_blocks, timeout_s)
 
-    def evicted(self, hashes: list[bytes]) -> None:
+    def evicted(self, hashes: list[bytes], num_low: int) -> None:
         """Count blocks that were evicted before they were written back. Under the memory pool's lock."""
         if self._back is not None:
-            self._back.evicted(hashes)
+            self._back.evicted(hashes, num_low)
 
     @property
     def is_off(self) -> bool:

@@ -19,6 +19,8 @@ from kvstore.runtime import clock
 
 #: How often it is looked whether the disk still works, while the rest is written at the end of a store.
 _LOOK_S = 0.05
+#: Most blocks that are written at the end of a store: more than a disk takes in that time.
+_MOST_AT_END = 1 << 17
 
 
 class WriteBack:
@@ -86,8 +88,12 @@ class WriteBack:
         try:
             for offer in self._offers(victims):
                 self._writer.write(offer, claimed)
-        except BaseException:
+        except OSError:
             pool.release(victims.lease_id, OWNER)
+            raise
+        except BaseException:
+            # An error of the program would come again: these must not be the first victims for ever.
+            pool.evict_held(victims, OWNER)
             raise
         num_gone = pool.evict_held(victims, OWNER)
         self._context.changed()
@@ -105,11 +111,12 @@ class WriteBack:
                 slots.setdefault(namespace, []).append(slot)
         return [self._writer.offer_of(namespace, found[::-1]) for namespace, found in slots.items()]
 
-    def evicted(self, hashes: list[bytes]) -> None:
-        """Count those of blocks that were evicted without a write and are not on the disk.
+    def evicted(self, hashes: list[bytes], num_low: int) -> None:
+        """Count those of blocks that were evicted without a write and are not on the disk; see `Pool.keep_free`.
 
         Under the memory pool's lock, so nothing here waits.
         """
+        self._writer.drop("low_priority", num_low)
         reason = "off" if self._is_off() else "evicted"
         here = self._context.disk_pool.present(hashes)
         self._writer.drop(reason, sum(own not in here and self._writer.is_worthy(own) for own in hashes))
@@ -124,17 +131,27 @@ class WriteBack:
     def write_rest(self, timeout_s: float) -> int:
         """Write what is in memory and not on the disk, the blocks that were used last first; a store ends.
 
+        These have the highest generations, so that the next store evicts them last. No more blocks are written than the
+        disk has slots, and at most `_MOST_AT_END`.
+
         Returns:
             How many blocks were not written in that time; they are counted as `stopped`.
         """
         until_s, writer, pool = clock.now_s() + timeout_s, self._writer, self._context.memory_pool
-        writer.most_queued = pool.num_slots
-        for namespace, slots in pool.by_touch():
+        disk_pool, found = self._context.disk_pool, list[tuple[bytes, list[int]]]()
+        most = min(disk_pool.num_slots, _MOST_AT_END)
+        for namespace, slots in pool.by_touch(most):
             hashes = pool.hashes_of(slots)
-            here = self._context.disk_pool.present(hashes)
+            here = disk_pool.present(hashes)
             pairs = zip(slots, hashes, strict=True)
-            if left := [slot for slot, own in pairs if own not in here and writer.is_worthy(own)]:
-                writer.queue_up(namespace, left)
+            left = [slot for slot, own in pairs if own not in here and writer.is_worthy(own)]
+            found.append((namespace, left))
+        generation = writer.take_generations(most).stop
+        writer.most_queued = most
+        for namespace, slots in found:
+            generation -= len(slots)
+            if slots:
+                writer.queue_up(namespace, slots, generation)
         while (num_left := writer.num_unwritten()) and clock.now_s() < until_s and not self._is_off():
             time.sleep(_LOOK_S)
         writer.drop_all("stopped")

@@ -14,18 +14,17 @@ import logging
 import mmap
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.grants import HeldBlock, StoreTicket
+from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.admission import SeenFilter, WriteBudget
 from kvstore.disk.places import TierContext
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record
 from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
-from kvstore.errors import ChainBroken, PoolExhausted
+from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
 from kvstore.runtime import clock
 
@@ -46,6 +45,8 @@ class Offer:
     slots: list[int]
     num_clears: int
     version: int
+    #: Of the first block, those of the others follow; 0 if the write takes the next ones.
+    generation: int = 0
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ class Writer:
         """
         if self._seen is not None:
             counts = self._saw(slots, USE_GAP_S)
-            slots = [slot for slot, count in zip(slots, counts, strict=True) if count >= self._min_uses]
+            slots = [slot for slot, (count, _) in zip(slots, counts, strict=True) if count >= self._min_uses]
         if slots and self._is_behind_saves and not is_on_disk:
             self.queue_up(namespace, slots)
 
@@ -117,11 +118,11 @@ class Writer:
         """
         if self._seen is not None:
             counts = self._saw(slots, USE_GAP_S if is_use else SAVE_GAP_S)
-            slots = [slot for slot, count in zip(slots, counts, strict=True) if count == self._min_uses]
+            slots = [slot for slot, count in zip(slots, counts, strict=True) if count == (self._min_uses, True)]
             if slots and self._is_behind_saves:
                 self.queue_up(namespace, slots)
 
-    def _saw(self, slots: list[int], gap_s: float) -> list[int]:
+    def _saw(self, slots: list[int], gap_s: float) -> list[tuple[int, bool]]:
         assert self._seen is not None
         return self._seen.saw(self._context.memory_pool.hashes_of(slots), clock.now_s(), gap_s)
 
@@ -129,14 +130,15 @@ class Writer:
         """Return whether a block was used often enough to be written."""
         return self._seen is None or self._seen.num_uses(block_hash) >= self._min_uses
 
-    def offer_of(self, namespace: bytes, slots: list[int]) -> Offer:
+    def offer_of(self, namespace: bytes, slots: list[int], generation: int = 0) -> Offer:
         """Note what is known of a namespace now, before blocks of it are pinned for their write: see the module."""
         context = self._context
-        return Offer(namespace, slots, context.disk_pool.num_clears(namespace), context.version_of(namespace))
+        num_clears = context.disk_pool.num_clears(namespace)
+        return Offer(namespace, slots, num_clears, context.version_of(namespace), generation)
 
-    def queue_up(self, namespace: bytes, slots: list[int]) -> None:
-        """Queue blocks of memory, or count them as dropped. Never waits."""
-        offer, is_off = self.offer_of(namespace, slots), self._is_off()
+    def queue_up(self, namespace: bytes, slots: list[int], generation: int = 0) -> None:
+        """Queue blocks of memory, or count them as dropped; see `Offer` for `generation`. Never waits."""
+        offer, is_off = self.offer_of(namespace, slots, generation), self._is_off()
         with self._lock:
             reason = "off" if is_off else "queue_full" if self.num_queued + len(slots) > self.most_queued else ""
             if reason:
@@ -182,9 +184,9 @@ class Writer:
             offer = self._queue.popleft()
             most = self.num_in_turn()
             if len(offer.slots) > most:
-                rest = Offer(offer.namespace, offer.slots[most:], offer.num_clears, offer.version)
-                self._queue.appendleft(rest)
-                offer = Offer(offer.namespace, offer.slots[:most], offer.num_clears, offer.version)
+                slots, generation = offer.slots, offer.generation
+                self._queue.appendleft(replace(offer, slots=slots[most:], generation=generation and generation + most))
+                offer = replace(offer, slots=slots[:most])
             self.num_queued -= len(offer.slots)
             self.num_writing += len(offer.slots)
             return offer
@@ -207,8 +209,13 @@ class Writer:
         Raises:
             OSError: the disk refused; the blocks of the run that it refused cannot be found there.
         """
-        self._before_write()
         context, pool = self._context, self._context.memory_pool
+        try:
+            context.num_bytes_of(offer.namespace)
+        except InvalidRequest:  # Peers had blocks brought from the disk, and no client here has opened their namespace.
+            self.drop("unknown_size", len(offer.slots))
+            return
+        self._before_write()
         lease_id, held = pool.hold(offer.slots, offer.namespace, OWNER)
         self.drop("evicted", len(offer.slots) - len(held))
         if not held:
@@ -263,6 +270,11 @@ class Writer:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes
 
+    def take_generations(self, count: int) -> range:
+        """Return the next generations, which no block had before."""
+        with self._lock:
+            return self._context.places.take_generations(count)
+
     def _take_budget(self, num_bytes: int) -> bool:
         with self._lock:
             return self._budget.take(num_bytes, clock.now_s())
@@ -271,8 +283,11 @@ class Writer:
         context, num_bytes = self._context, self._context.num_bytes_of(offer.namespace)
         disk_slots = ints_in(ticket.packed_slots).tolist()
         records = list[Record]()
-        with self._lock:
-            generations = context.places.take_generations(len(blocks))
+        if offer.generation:
+            numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots)}
+            generations: Iterable[int] = [numbers[block.slot] for block in blocks]
+        else:
+            generations = self.take_generations(len(blocks))
         for block, disk_slot, generation in zip(blocks, disk_slots, generations, strict=True):
             record = Record(
                 place=context.places.place[disk_slot],
@@ -325,21 +340,3 @@ class Writer:
         if num_blocks > 0:
             with self._lock:
                 self.counts.dropped[reason] += num_blocks
-
-
-def chain_of(run: list[HeldBlock]) -> BlockHashes:
-    """Return the names of blocks that follow each other."""
-    first = run[0]
-    return BlockHashes(first.namespace, first.parent, first.depth, b"".join([block.block_hash for block in run]))
-
-
-def runs_of_held(blocks: list[HeldBlock]) -> Iterator[list[HeldBlock]]:
-    """Cut blocks where one does not follow the one before."""
-    run = list[HeldBlock]()
-    for block in blocks:
-        if run and (block.parent != run[-1].block_hash or block.depth != run[-1].depth + 1):
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run

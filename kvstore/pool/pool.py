@@ -170,14 +170,15 @@ class Pool:
             return self.leases.pin_slots(slots, namespace, owner)
 
     def keep_free(
-        self, num_slots: int, on_short: Callable[[], None], on_evicted: Callable[[list[bytes]], None] | None
+        self, num_slots: int, on_short: Callable[[], None], on_evicted: Callable[[list[bytes], int], None] | None
     ) -> None:
         """Have callbacks called under the pool's lock, by claims and `evict`; for an eviction loop.
 
         Args:
             num_slots: `on_short` is called by a claim that leaves fewer slots free.
             on_short: see there.
-            on_evicted: called with the hashes of evicted blocks; not with those of `evict_held`.
+            on_evicted: called with the hashes of evicted blocks that were not LOW, and the number of those that were;
+                not with those of `evict_held`.
         """
         with self._lock:
             self.table.least_free, self.table.on_short, self.table.on_evicted = num_slots, on_short, on_evicted
@@ -530,10 +531,14 @@ class Pool:
         with self._lock:
             return self.table.hot_chains(max_blocks)
 
-    def by_touch(self) -> list[tuple[bytes, list[int]]]:
-        """Return the namespace and the slots of each stretch of blocks that were touched together, the last first."""
+    def by_touch(self, most: int) -> list[tuple[bytes, list[int]]]:
+        """Return the namespace and the slots of each stretch of blocks that were touched together, the last first.
+
+        Args:
+            most: of the blocks; those that were touched before all others are left out.
+        """
         with self._lock:
-            return self.table.by_touch()
+            return self.table.by_touch(most)
 
     def num_leases(self, owner: str = "") -> int:
         """Return how many leases are held, by one owner if it is given."""

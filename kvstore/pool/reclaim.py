@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 128
 #: Pause between two steps, so that waiting threads get the lock.
 _PAUSE_S = 1e-4
+#: Pause after a wait in which the disk brought nothing.
+_REST_S = 0.02
 #: How long one wait takes at most; then the loop looks whether the disk still works, or something can be evicted.
 _LOOK_S = 0.1
 
@@ -40,8 +42,8 @@ class WritesBack(Protocol):
         Waits for some of them, not longer than `timeout_s`. None if there is nothing that can be evicted.
         """
 
-    def evicted(self, hashes: list[bytes]) -> None:
-        """Count blocks that were evicted by others; under the memory pool's lock."""
+    def evicted(self, hashes: list[bytes], num_low: int) -> None:
+        """Count blocks that were evicted by others; see `Pool.keep_free`. Under the memory pool's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,8 @@ class Reclaimer:
                 if num_gone is None:
                     return
                 self._num_evicted += num_gone
+                if not num_gone:  # The writes take long, or fail.
+                    self._closed.wait(_REST_S)
             elif num_evicted := self._pool.evict(min(num_short, _AT_ONCE)):
                 self._num_evicted += num_evicted
                 time.sleep(_PAUSE_S)

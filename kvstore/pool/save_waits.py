@@ -8,7 +8,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from functools import partial
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.pool import Pool
@@ -16,7 +15,9 @@ from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-_End = tuple[float, int, Callable[[], None]]
+#: More ends than this, of which most may have ended, are gone through.
+_FEW = 1024
+_End = tuple[float, int, Pool, int]
 
 
 class SaveWaits:
@@ -27,8 +28,9 @@ class SaveWaits:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        #: (until, number, what ends the watch then). Waits that have ended stay until their time: it is short.
-        self._ends: list[_End] = []
+        #: (until, number, pool, watch). Waits that have ended stay until their time, or until there are too many.
+        self.ends: list[_End] = []
+        self._most = _FEW
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -47,8 +49,11 @@ class SaveWaits:
             return
         with self._condition:
             if self._has_thread():
-                end: _End = until_s, next(self._numbers), partial(pool.end_watch, watch_id)
-                heapq.heappush(self._ends, end)
+                if len(self.ends) >= self._most:
+                    self.ends = [end for end in self.ends if end[2].is_watching(end[3])]
+                    heapq.heapify(self.ends)
+                    self._most = max(_FEW, 2 * len(self.ends))
+                heapq.heappush(self.ends, (until_s, next(self._numbers), pool, watch_id))
                 self._condition.notify()
                 return
         pool.end_watch(watch_id)
@@ -75,17 +80,17 @@ class SaveWaits:
     def _run(self) -> None:
         while True:
             with self._condition:
-                next_s = self._ends[0][0] if self._ends else math.inf
+                next_s = self.ends[0][0] if self.ends else math.inf
                 left_s = next_s - clock.now_s()
                 if left_s > 0 and not self._is_closed:
                     self._condition.wait(None if left_s == math.inf else left_s)
-                now_s, due = clock.now_s(), list[Callable[[], None]]()
-                while self._ends and (self._is_closed or self._ends[0][0] <= now_s):
-                    due.append(heapq.heappop(self._ends)[2])
+                now_s, due = clock.now_s(), list[_End]()
+                while self.ends and (self._is_closed or self.ends[0][0] <= now_s):
+                    due.append(heapq.heappop(self.ends))
                 is_closed = self._is_closed
-            for end in due:
+            for _, _, pool, watch_id in due:
                 try:
-                    end()
+                    pool.end_watch(watch_id)
                 except Exception:
                     logger.exception("a wait for a save could not be ended")
             if is_closed:

@@ -46,7 +46,7 @@ class SlotTable:
         self.num_evicted = self.num_published = 0
         #: `on_short` is called by a claim that leaves fewer free slots, `on_evicted` with what a claim has evicted.
         self.least_free, self.on_short = 0, _nothing
-        self.on_evicted: Callable[[list[bytes]], None] | None = None
+        self.on_evicted: Callable[[list[bytes], int], None] | None = None
 
     def claim(
         self,
@@ -143,7 +143,9 @@ class SlotTable:
                     break
         self._went(evicted, hashes)
         if hashes and self.on_evicted is not None:
-            self.on_evicted(hashes)
+            is_low = self.eviction.is_low
+            others = [own for slot, own in zip(evicted, hashes, strict=True) if not is_low(slot)]
+            self.on_evicted(others, len(hashes) - len(others))
         return evicted
 
     def _went(self, slots: list[int], hashes: list[bytes]) -> None:
@@ -248,14 +250,14 @@ class SlotTable:
             self.columns.clear(slots, listed)
         return len(slots)
 
-    def by_touch(self) -> list[tuple[bytes, list[int]]]:
-        """Return all blocks by their last touch, the last first, and those of one chain from its root on."""
+    def by_touch(self, most: int) -> list[tuple[bytes, list[int]]]:
+        """Return `most` blocks by their last touch, the last first, and those of one chain from its root on."""
         index, stamp = self.index, self.eviction.stamp
-        keys = [
-            (-stamp[slot], space.namespace, index.depth[slot], slot)
-            for space in index.spaces.values()
-            for slot in space.ready.values()
-        ]
+        slots = np.array([slot for space in index.spaces.values() for slot in space.ready.values()], np.int64)
+        if most < len(slots):
+            stamps = np.frombuffer(stamp, np.int64)[slots]
+            slots = slots[np.argpartition(stamps, len(slots) - most)[len(slots) - most :]]
+        keys = [(-stamp[slot], index.space[slot].namespace, index.depth[slot], slot) for slot in slots.tolist()]
         groups = groupby(sorted(keys), key=lambda key: key[:2])
         return [(namespace, [slot for *_, slot in group]) for (_, namespace), group in groups]
 

@@ -12,12 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.grants import HeldBlock
+from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record
 from kvstore.disk.restore import restore, usable
-from kvstore.disk.writer import chain_of, runs_of_held
 from kvstore.pool.pool import Pool
 from kvstore.replay.traces import Found, TierOutcome
 

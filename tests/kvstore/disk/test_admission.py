@@ -8,13 +8,13 @@ HOUR_S = 3600.0
 
 
 def saw(seen, number, now_s, gap_s=1.0):
-    return seen.saw([digest(number)], now_s, gap_s)[0]
+    return seen.saw([digest(number)], now_s, gap_s)[0][0]
 
 
 def test_uses_are_counted_up_to_enough():
     seen = SeenFilter(100, enough=3)
     assert [saw(seen, 1, now_s) for now_s in (0.0, 2.0, 4.0, 6.0, 8.0)] == [1, 2, 3, 4, 4]
-    assert seen.saw([digest(1), digest(2)], 10.0, 1.0) == [4, 1]
+    assert seen.saw([digest(1), digest(2)], 10.0, 1.0) == [(4, True), (1, True)]
     assert [seen.num_uses(digest(number)) for number in (1, 2, 3)] == [4, 1, 0]
 
 
@@ -23,7 +23,7 @@ def test_what_comes_soon_after_a_use_is_the_same_use():
     assert [saw(seen, 1, now_s) for now_s in (0.0, 0.9, 1.0, 1.9)] == [1, 1, 2, 2]
     assert saw(seen, 1, 30.0, 60.0) == 2, "a save of the prompt that loaded it"
     assert saw(seen, 1, 61.0, 60.0) == 3
-    assert seen.saw([digest(2), digest(2)], 5.0, 1.0) == [1, 1], "a block that is named twice"
+    assert seen.saw([digest(2), digest(2)], 5.0, 1.0) == [(1, True), (1, False)], "a block that is named twice"
 
 
 def test_the_oldest_blocks_are_forgotten():

@@ -2,10 +2,13 @@
 
 import errno
 
+import numpy as np
 import pytest
 from disk_store import wait_until
 
 from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.hashing import Namespace
+from tests.kvstore.conftest import SHAPE
 
 NUM_SLOTS = 64
 #: Of 64 slots: the loop begins below 16 free ones, and ends at 32.
@@ -231,7 +234,7 @@ def test_a_chain_of_another_namespace(store, cluster):
         pool.complete_store(ticket.write_id, "writer")
         store.save(cluster.hashes(4, seed=number), is_written=False)
     rests(store)
-    spaces = {namespace for namespace, _ in store.disk.pool.by_touch()}
+    spaces = {namespace for namespace, _ in store.disk.pool.by_touch(NUM_SLOTS)}
     assert len(spaces) == 2
     assert store.load(cluster.hashes(4, seed=0)).num_disk == 4
 
@@ -251,3 +254,72 @@ def test_the_loop_ends_with_its_store(start, cluster, settings):
 
 def test_without_watermarks_there_is_no_loop(start):
     assert start().core.stats()["reclaim"] is None
+
+
+def test_blocks_of_a_namespace_that_no_client_has_opened_are_evicted_unwritten(start, cluster):
+    """A peer had them brought from the disk of a node whose store began anew: their size is not known there."""
+    store, other = start("a", **BACK, block_bytes=4096), start("b")
+    chain = cluster.hashes(4)
+    store.save(chain, is_written=False)
+    store.stop()
+    store.core = cluster.add("a", **store.settings)
+    store.disk = store.core.state.disk
+    space = Namespace(model="another", shape=SHAPE)
+    worker = cluster.worker("a", 64, space=space)
+    wait_until(lambda: dict(other.core.state.hints.locate(chain)) == {"a": 4})
+    assert other.load(chain).num_blocks == 4
+    store.disk.pool.discard(list(range(store.disk.pool.num_slots)))  # As if other blocks had taken their places.
+    assert store.core.pool.lookup(chain) == 4
+    for seed in range(12):
+        tokens = np.random.default_rng(seed).integers(0, 1000, 8 * SHAPE.block_size)
+        worker.save(space.block_hashes(tokens), range(8))
+    rests(store)
+    wait_until(lambda: store.core.pool.lookup(chain) == 0)
+    assert store.dropped("unknown_size") == 4
+    assert store.dropped("error") == 0
+
+
+def test_a_turn_that_fails_for_good_evicts_its_victims(store, cluster, monkeypatch):
+    """Else they would be the next ones again and again, and an idle store would use a whole core."""
+
+    def fails(offer, claimed):
+        raise RuntimeError("a fault of the program")
+
+    monkeypatch.setattr(store.disk._writer, "write", fails)
+    fill(store, cluster, 8)
+    rests(store, 32)
+    assert store.num("num_written") == 0
+    assert not store.stats()["is_off"]
+
+
+def test_what_was_used_last_before_a_stop_is_evicted_last_after_it(start, cluster):
+    store = start(**BACK)
+    chains = fill(store, cluster, 5)
+    store.load(chains[1])
+    store.restart(disk_write="through", low_watermark=None, high_watermark=None)
+    assert [store.disk.lookup(hashes) for hashes in chains] == [8] * 5
+    gone, seed = list[int](), 100
+    while len(gone) < 5:
+        assert seed < 200
+        store.save(cluster.hashes(8, seed=seed))
+        seed += 1
+        gone += [at for at, hashes in enumerate(chains) if at not in gone and store.disk.pool.lookup(hashes) < 8]
+    assert gone == [0, 2, 3, 4, 1]
+
+
+def test_a_stop_keeps_what_was_used_last_if_the_disk_is_smaller_than_memory(start, cluster):
+    store = start(**BACK, disk_capacity_bytes=24 * (8192 + 256))
+    chains = fill(store, cluster, 5)
+    store.load(chains[1])
+    store.restart()
+    assert [store.disk.lookup(hashes) for hashes in chains] == [0, 8, 0, 8, 8]
+
+
+def test_low_blocks_that_saves_evict_are_no_sign_of_a_slow_disk(store, cluster, writes):
+    client = store.worker.client
+    with writes.held():
+        fill(store, cluster, 7)
+        for seed in range(100, 110):
+            client.save(cluster.hashes(8, seed=seed), list(range(8)), priority="low").result(10.0)
+    assert store.dropped("low_priority") >= 9 * 8 - 8
+    assert store.dropped("evicted") == 0

@@ -356,3 +356,23 @@ def test_a_budget_that_is_smaller_than_a_turn_is_used(start, cluster, in_one_tur
     wait_until(lambda: store.dropped("budget") == 3)
     store.settle()
     assert store.num("num_written") == 3
+
+
+def test_a_block_is_queued_once_for_its_use(start, cluster, writes, monkeypatch):
+    """However often one prompt names it: the queue has room for others."""
+    monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 3600.0)
+    store = start(disk_min_uses=2)
+    hot, other = cluster.hashes(8, seed=1), cluster.hashes(8, seed=2)
+    for first, hashes in enumerate((hot, other)):
+        store.save(hashes, first=8 * first, is_written=False)
+    monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 0.0)
+    with writes.held():
+        store.load(hot)
+        monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 3600.0)
+        for _ in range(20):
+            store.load(hot)
+        monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 0.0)
+        store.load(other)
+    wait_until(lambda: not store.num("num_unwritten"))
+    assert [store.disk.lookup(hashes) for hashes in (hot, other)] == [8, 8]
+    assert store.dropped("queue_full") == 0

@@ -113,7 +113,7 @@ class Disk:
         self.asked.append(num_blocks)
         return self.pool.evict(min(num_blocks, 3)) or None if self.lets.wait(timeout_s) else 0
 
-    def evicted(self, hashes):
+    def evicted(self, hashes, num_low):
         self.gone += hashes
 
 

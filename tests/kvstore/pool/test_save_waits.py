@@ -115,3 +115,13 @@ def test_without_a_thread_nobody_waits(waits, monkeypatch):
     pool = Pool(8)
     pool.prepare_store(chain_of("abc"), "w")
     assert wait(waits, pool, "abc", 6 * SOON_S).counts == [0]
+
+
+def test_waits_that_have_ended_are_forgotten_long_before_their_time(waits):
+    pool = Pool(8)
+    for _ in range(5000):
+        ticket = pool.prepare_store(chain_of("abc"), "w")
+        told = wait(waits, pool, "abc", 3600.0)
+        pool.abort_store(ticket.write_id, "w")
+        assert told.counts == [0]
+    assert len(waits.ends) < 2000

@@ -208,7 +208,7 @@ def pool_kind():
 
 def test_claims_say_when_slots_are_short_and_what_they_evict(pool):
     told, gone = [], []
-    pool.keep_free(4, lambda: told.append(pool.table.columns.num_free), gone.extend)
+    pool.keep_free(4, lambda: told.append(pool.table.columns.num_free), lambda hashes, num_low: gone.extend(hashes))
     store(pool, chain(*range(1, 13)))
     assert (told, gone) == ([], [])
     store(pool, chain(20))
@@ -224,7 +224,8 @@ def test_claims_say_when_slots_are_short_and_what_they_evict(pool):
 def test_by_touch(pool):
     fill(pool)
     read(pool, chain(7, 8))
-    found = pool.by_touch()
+    assert [pool.hashes_of(slots) for _, slots in pool.by_touch(2)] == [chain(7, 8).hashes()]
+    found = pool.by_touch(100)
     assert [pool.hashes_of(slots) for _, slots in found] == [
         chain(7, 8).hashes(), chain(9).hashes(), chain(1, 2, 5, 6).hashes(), chain(3, 4).hashes(),
     ]  # fmt: skip
