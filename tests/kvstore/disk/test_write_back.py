@@ -282,10 +282,10 @@ def test_blocks_of_a_namespace_that_no_client_has_opened_are_evicted_unwritten(s
 def test_a_turn_that_fails_for_good_evicts_its_victims(store, cluster, monkeypatch):
     """Else they would be the next ones again and again, and an idle store would use a whole core."""
 
-    def fails(offer, claimed):
+    def fails(writer, offer, claimed):
         raise RuntimeError("a fault of the program")
 
-    monkeypatch.setattr(store.disk._writer, "write", fails)
+    monkeypatch.setattr("kvstore.disk.writer.Writer.write", fails)
     fill(store, cluster, 8)
     rests(store, 32)
     assert store.num("num_written") == 0
