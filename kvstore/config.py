@@ -108,9 +108,9 @@ class StoreConfig:
         disk_timeout_s: after this long without an answer of the disk, the tier is off, until the disk answers again.
         eviction: what goes when a node's pool is full: "learned", the blocks that are least likely to be used again, or
             "lru", the least recently used.
-        low_watermark: when a smaller share of a node's slots is free, a loop evicts blocks. 0 for no such loop; None
-            for 0, or for 0.05 when `disk_write` is "back".
-        high_watermark: the loop ends when this share is free. None for twice the other one.
+        low_watermark: when a smaller share of a node's slots is free, a loop evicts blocks. 0 for no such loop. None:
+            half of the high one if that is given; else 0, or 0.05 when `disk_write` is "back".
+        high_watermark: the loop ends when this share is free. None: twice the low one, but at most 0.5.
     """
 
     name: str = "default"

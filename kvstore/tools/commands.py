@@ -116,13 +116,13 @@ _EVICTION = (
     click.option(
         "--low-watermark",
         type=click.FloatRange(0.0, MAX_WATERMARK),
-        help="Evict in a loop when a smaller share of a node's slots is free; 0 for never. Without it 0, or 0.05 with "
-        "--disk-write back.",
+        help="Evict in a loop when a smaller share of a node's slots is free; 0 for never. Without it half of "
+        "the high one; without both 0, or 0.05 with --disk-write back.",
     ),
     click.option(
         "--high-watermark",
         type=click.FloatRange(0.0, MAX_WATERMARK),
-        help="The loop ends when this share is free; without it twice the other.",
+        help="The loop ends when this share is free. Without it twice the low one, but at most 0.5.",
     ),
 )
 #: Of `kvstore start`; `disk_settings` takes what they give.
