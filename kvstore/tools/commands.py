@@ -29,10 +29,10 @@ _OWN_WORDS = (
     (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
     (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
     (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
-    (r"\bdisk_(path|capacity|admission|sync)=(?=[ ,;.]|$)", r"--disk-\1"),
+    (r"\bdisk_(path|capacity)=(?=[ ,;.]|$)", r"--disk-\1"),
     (r"^disk_write_bytes_per_day: ", "--disk-write-budget: "),
     (r"^disk_timeout_s: ", "--disk-timeout: "),
-    (r"^disk_(path|admission): ", r"--disk-\1: "),
+    (r"^disk_path: ", "--disk-path: "),
     (
         r"^disk_capacity_bytes: wanted disk_path and disk_capacity_bytes together",
         "wanted --disk-path and --disk-capacity",
