@@ -128,7 +128,8 @@ def check_idle(seconds: float) -> Check:
         with _private_ray() as (private, _):
             seen = _ask(["idle", str(seconds)], private, _IDLE_SETUP_S + seconds)
     except KVStoreError as error:
-        found, fix = f"could not run a store of 64 MiB: {error}", "see the rows NIXL, Memory and Lane on this host"
+        found = f"could not run a store of 64 MiB: {error}"
+        fix = "see the rows NIXL, Memory and Lane on this host; or the machine is busy: try again"
         return Check(name=name, status=Status.FAIL, found=found, fix=fix)
     total = round(sum(seen.values()), 2)
     each = ", ".join(f"{what} {percent:.1f} %" for what, percent in seen.items())

@@ -207,6 +207,16 @@ def disk_settings(
     return {"disk_path": disk_path, "disk_capacity": capacity, **given}
 
 
+def check_settings(settings: dict[str, Any]) -> None:
+    """Refuse arguments of `kvstore.start` that no store can have, before a Ray is begun or joined.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    fields = {"capacity": "capacity_bytes", "disk_capacity": "disk_capacity_bytes"}
+    StoreConfig(**{fields.get(name, name): value for name, value in settings.items() if name != "timeout_s"})
+
+
 def write_rows(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:
     """Write measured rows to a file, with their origin, and print them if they are wanted as JSON."""
     if output is not None:

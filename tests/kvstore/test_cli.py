@@ -283,6 +283,14 @@ def test_stop_does_not_try_for_ever_to_join_a_ray(monkeypatch):
     assert 0 < seen[0] <= 60
 
 
+@pytest.mark.parametrize("words", [[], ["--local"]])
+def test_settings_are_checked_before_a_ray_is_begun_or_joined(monkeypatch, words):
+    monkeypatch.setattr(api, "start", lambda *_, **__: pytest.fail("nothing is started"))
+    result = run("start", *words, "--disk-path", "d", "--disk-capacity", "1GiB")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("ConfigError: --disk-path: wanted an absolute path")
+
+
 @pytest.mark.parametrize("how", ["--address", "RAY_ADDRESS"])
 def test_a_ray_that_would_end_with_the_command_is_refused(monkeypatch, how):
     monkeypatch.setattr(api, "start", lambda *_, **__: pytest.fail("nothing is started"))
