@@ -209,7 +209,7 @@ def stop(name: str, address: str | None) -> None:
 )
 @click.option("--no-idle", is_flag=True, help="Do not measure it.")
 @click.option("--roundtrip", is_flag=True, help="Take blocks through memory, disk and a restart; compare all bytes.")
-@click.option("--disk-path", default=None, help="Where --roundtrip has its disk tier, for the time of it.")
+@click.option("--disk-path", default=None, help="Where --roundtrip makes a folder, and removes it.")
 @click.pass_context
 def doctor(
     ctx: click.Context,
