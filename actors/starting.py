@@ -39,6 +39,8 @@ _ENDS_S = 0.2
 _UNDO_S = 2.0
 #: Interval at which a waiting call notifies the supervisor, for which a silent call is gone.
 _SAY_EVERY_S = 3.0
+#: The advice of errors that become part of one with its own.
+_AGAIN = "; try again"
 
 
 def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
@@ -192,7 +194,7 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
         except KVStoreError as error:
             if not ray.is_initialized():
                 raise
-            last = f"; {error}"
+            last = f"; {error}".removesuffix(_AGAIN)
         time.sleep(0.1)
     try:
         unfinished, problems = (
@@ -200,7 +202,7 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
         )
         last = f"{unfinished | problems}{last}"
     except KVStoreError as error:
-        last = str(error)
+        last = str(error).removesuffix(_AGAIN)
     raise StoreUnavailable(
         f"not every node had a store in time: {last}; try again when the machines have less to do, or with a longer "
         "timeout_s="
@@ -209,13 +211,13 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
 
 def _served(supervisor: Any, own_id: str, deadline_s: float) -> list[str]:
     """Have the supervisor make a round, which may be long, and keep telling it that this call waits."""
-    made, is_done = begin("supervisor", supervisor.reconcile), False
-    while not is_done:
-        left_s = max(0.0, deadline_s - time.monotonic())
+    made = begin("supervisor", supervisor.reconcile)
+    while (left_s := deadline_s - time.monotonic()) > 0:
         call("supervisor", supervisor.join, own_id, timeout_s=min(_CALL_S, left_s))
-        is_done = is_answered("supervisor", made, min(_SAY_EVERY_S, left_s)) or left_s <= _SAY_EVERY_S
-    served: list[str] = answer("supervisor", made, 0.0)
-    return served
+        if is_answered("supervisor", made, min(_SAY_EVERY_S, left_s)):
+            served: list[str] = answer("supervisor", made, 0.0)
+            return served
+    raise TransferTimeout("the supervisor looks after the nodes still")
 
 
 def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float) -> bool:

@@ -27,6 +27,7 @@ from kvstore.tools.commands import (
     POSITIVE,
     Group,
     Seconds,
+    check_settings,
     disk_options,
     disk_settings,
     eviction_options,
@@ -115,6 +116,7 @@ def start(
         "timeout_s": timeout_s,
         **disk_settings(**disk),
     }
+    check_settings(settings)
     if local:
         from kvstore.actors.session.foreground import serve_until_signal
 
@@ -207,7 +209,7 @@ def stop(name: str, address: str | None) -> None:
 )
 @click.option("--no-idle", is_flag=True, help="Do not measure it.")
 @click.option("--roundtrip", is_flag=True, help="Take blocks through memory, disk and a restart; compare all bytes.")
-@click.option("--disk-path", default=None, help="Where --roundtrip has its disk tier; a temporary folder without it.")
+@click.option("--disk-path", default=None, help="Where --roundtrip makes a folder, and removes it.")
 @click.pass_context
 def doctor(
     ctx: click.Context,
@@ -221,7 +223,7 @@ def doctor(
     """Check what this machine can do for a store, and say how to fix what is missing.
 
     Two processes move bytes, and a small store with a Ray of its own runs for a moment, unless --no-idle is given.
-    Nothing is changed. Exit status 1 when a row says fail.
+    That, and --roundtrip, may take minutes on a busy machine. Nothing is changed. Exit status 1 when a row says fail.
     """
     from kvstore.actors.doctor.diagnose import check_idle, check_roundtrip, ray_checks
 

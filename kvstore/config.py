@@ -108,9 +108,9 @@ class StoreConfig:
         disk_timeout_s: after this long without an answer of the disk, the tier is off, until the disk answers again.
         eviction: what goes when a node's pool is full: "learned", the blocks that are least likely to be used again, or
             "lru", the least recently used.
-        low_watermark: when a smaller share of a node's slots is free, a loop evicts blocks. 0 for no such loop; None
-            for 0, or for 0.05 when `disk_write` is "back".
-        high_watermark: the loop ends when this share is free. None for twice the other one.
+        low_watermark: when a smaller share of a node's slots is free, a loop evicts blocks. 0 for no such loop. None:
+            half of the high one if that is given; else 0, or 0.05 when `disk_write` is "back".
+        high_watermark: the loop ends when this share is free. None: twice the low one, but at most 0.5.
     """
 
     name: str = "default"
@@ -224,8 +224,6 @@ class StoreConfig:
             raise ConfigError(f"disk_min_uses: wanted 1 to {MAX_MIN_USES}, got {self.disk_min_uses}")
         if self.disk_write not in ("through", "back"):
             raise ConfigError(f"disk_write: wanted 'through' or 'back', got {clip(self.disk_write)}")
-        if self.disk_write == "back" and not self.disk_path:
-            raise ConfigError("disk_write: wanted disk_path with 'back', got none; give it, or leave disk_write out")
         if self.disk_write_bytes_per_day < 0:
             raise ConfigError(f"disk_write_bytes_per_day: wanted at least 0, got {self.disk_write_bytes_per_day}")
         if bool(self.disk_path) != bool(self.disk_capacity_bytes):
@@ -233,10 +231,21 @@ class StoreConfig:
                 f"disk_capacity_bytes: wanted disk_path and disk_capacity_bytes together, got {clip(self.disk_path)} "
                 f"and {self.disk_capacity_bytes}; give both, or neither for a store without a disk tier"
             )
+        if not self.disk_path:
+            self._check_no_disk()
         if self.disk_path and (not os.path.isabs(self.disk_path) or "\0" in self.disk_path):
             raise ConfigError(f"disk_path: wanted an absolute path, got {clip(self.disk_path)}")
         if self.disk_capacity_bytes and self.disk_capacity_bytes < 1 << 16:
             raise ConfigError(f"disk_capacity_bytes: wanted at least 64 KiB, got {self.disk_capacity_bytes}")
+
+    def _check_no_disk(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name.startswith("disk_") and value != setting.default:
+                raise ConfigError(
+                    f"{setting.name}: wanted it with a disk tier, got {clip(value)} without one; give disk_path and "
+                    f"disk_capacity_bytes, too, or leave {setting.name} out"
+                )
 
     def to_json(self) -> str:
         """Return the settings as canonical JSON: sorted keys, no spaces."""

@@ -59,10 +59,10 @@ def replay_real(trace: Trace, plan: Plan, settings: RealSettings, begin: Callabl
 
 
 def _config(plan: Plan, settings: RealSettings, policy: str, capacity: int, folder: str) -> StoreConfig:
-    disk = {}
+    disk: dict[str, Any] = {}
     if plan.disk_blocks:
         slot_bytes = PAGE_BYTES + settings.block_bytes + RECORD_BYTES
-        disk = {"disk_path": folder, "disk_capacity_bytes": plan.disk_blocks * slot_bytes}
+        disk = {"disk_path": folder, "disk_capacity_bytes": plan.disk_blocks * slot_bytes, "disk_timeout_s": 60.0}
     return StoreConfig(
         name=f"replay-{policy}-{capacity}",
         capacity_bytes=capacity * settings.block_bytes,
@@ -71,9 +71,8 @@ def _config(plan: Plan, settings: RealSettings, policy: str, capacity: int, fold
         # A slow machine must not turn a hit into a miss.
         call_timeout_s=60.0,
         transfer_timeout_s=60.0,
-        disk_timeout_s=60.0,
         eviction=EVICTION_POLICIES[0] if policy == "default" else policy,
-        **disk,  # type: ignore[arg-type]
+        **disk,
     )
 
 

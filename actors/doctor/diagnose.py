@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kvstore  # only for where it lies
+from kvstore.actors.doctor.own_folder import own_folder
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.config import StoreConfig
@@ -127,7 +128,8 @@ def check_idle(seconds: float) -> Check:
         with _private_ray() as (private, _):
             seen = _ask(["idle", str(seconds)], private, _IDLE_SETUP_S + seconds)
     except KVStoreError as error:
-        found, fix = f"could not run a store of 64 MiB: {error}", "see the rows NIXL, Memory and Lane on this host"
+        found = f"could not run a store of 64 MiB: {error}"
+        fix = "see the rows NIXL, Memory and Lane on this host; or the machine is busy: try again"
         return Check(name=name, status=Status.FAIL, found=found, fix=fix)
     total = round(sum(seen.values()), 2)
     each = ", ".join(f"{what} {percent:.1f} %" for what, percent in seen.items())
@@ -144,12 +146,12 @@ def check_roundtrip(disk_path: str | None) -> Check:
     """Take blocks through memory and disk of a small store in a private Ray, with a restart, and compare every byte.
 
     Args:
-        disk_path: where the disk tier has its files; None takes a temporary folder, which is removed.
+        disk_path: below it the disk tier has a folder, which is removed afterwards; None for a temporary path.
     """
     name = "Round trip"
     try:
-        with _private_ray() as (private, folder):
-            seen = _ask(["roundtrip", disk_path or f"{folder}/disk"], private, _ROUND_S)
+        with _private_ray() as (private, folder), own_folder(disk_path or f"{folder}/disk") as disk:
+            seen = _ask(["roundtrip", disk], private, _ROUND_S)
     except KVStoreError as error:
         fix = "see the rows NIXL, Memory and Lane on this host; docs/disk.md says what a disk tier needs"
         return Check(name=name, status=Status.FAIL, found=f"not done: {error}", fix=fix)

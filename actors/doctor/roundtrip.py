@@ -28,7 +28,7 @@ def take_round(disk_path: str) -> dict[str, int]:
     """Return how many blocks came back right, of how many, from memory, disk, and disk after a restart.
 
     Args:
-        disk_path: for the disk tier; a folder of its own is made there, and stays.
+        disk_path: for the disk tier; the caller removes what it leaves there.
 
     Raises:
         KVStoreError: the store cannot begin, or does not do a step in its time.

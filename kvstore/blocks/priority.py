@@ -58,11 +58,24 @@ def check_priority_s(value: object) -> float | None:
     """Return for how many seconds a priority holds; None for as long as its blocks are here.
 
     Raises:
-        InvalidRequest: the value is not a number above 0, or exceeds a day and is not infinite.
+        InvalidRequest: the value is not a number above 0, or exceeds a day.
     """
-    if value is None or value == math.inf:
-        return None
-    return check_ttl("priority_s", value)
+    return None if value is None else check_ttl("priority_s", value)
+
+
+def check_terms(priority: object, priority_s: object) -> tuple[Priority, float | None]:
+    """Return what a caller says of its blocks: the priority, and for how many seconds.
+
+    Raises:
+        InvalidRequest: see `as_priority` and `check_priority_s`; or NORMAL has a time, which would do nothing.
+    """
+    terms = as_priority(priority), check_priority_s(priority_s)
+    if terms[0] is Priority.NORMAL and terms[1] is not None:
+        raise InvalidRequest(
+            f"priority_s: wanted it with priority 'low' or 'high', got {clip(priority_s)} with 'normal', which has no "
+            "end; give one of these priorities, or leave priority_s out"
+        )
+    return terms
 
 
 def retention_of(priority: object, priority_s: object, now_s: float) -> Retention:

@@ -277,7 +277,8 @@ class Client:
             priority: how much the blocks matter when the memory of the node is full: "low", "normal" or "high"
                 (docs/eviction.md). It raises that of blocks which are stored already, and never lowers it. A load, a
                 lease or a pin of LOW blocks makes them NORMAL.
-            priority_s: after so many seconds, up to a day, the blocks are NORMAL; as long as they are here when None.
+            priority_s: after so many seconds, above 0 and at most a day, the blocks are NORMAL; None for as long as
+                they are here. Only with LOW or HIGH.
 
         Raises:
             NamespaceMismatch, ChainBroken, InvalidRequest: an argument is wrong; nothing changed. The job raises

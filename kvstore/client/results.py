@@ -64,9 +64,9 @@ class LoadResult:
         num_local: blocks that were in this node's memory, or were brought there meanwhile by saves or for other loads.
         num_peer: blocks that were fetched from other nodes for this load.
         peers: the nodes they came from.
-        num_bytes: bytes that crossed between nodes for this load.
+        num_bytes: bytes that came from other nodes for this load; those of this node's disk are not in it.
         num_descriptors: NIXL descriptors that their READs needed, after merging neighbours.
-        read_s: seconds between the first READ's start and the last one's end.
+        read_s: seconds from the start of the first READ of another node to the end of the last one.
         num_locate_calls: how often the store asked the directory.
         num_lease_calls: how often it asked a peer.
         num_disk: blocks that were read from this node's disk for this load.

@@ -10,7 +10,7 @@ import numpy as np
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.part import Part
-from kvstore.blocks.priority import as_priority, check_priority_s
+from kvstore.blocks.priority import check_terms
 from kvstore.client.attachment import Attachment
 from kvstore.client.job import Job
 from kvstore.client.results import SaveResult
@@ -33,7 +33,7 @@ def begin_save(
     attached: Attachment, hashes: BlockHashes, block_ids: object, priority: object, priority_s: object
 ) -> Job[SaveResult]:
     """Begin `Client.save`; see there for the arguments."""
-    priority, seconds = as_priority(priority), check_priority_s(priority_s)
+    terms = check_terms(priority, priority_s)
     copier, chain = attached.registered(), attached.chain(hashes)
     store, part = attached.store, attached.part
     num_clears = attached.clears.get(chain.namespace)  # Read now: the namespace may be cleared before a thread is free.
@@ -41,7 +41,7 @@ def begin_save(
     pages = job_pages(block_ids, copier, chain.start, len(chain))
     copier.check_unchanged()
     guard, limit_s = CopyGuard(pages.order), store.call_timeout_s
-    asked = Prepare(chain, part.num_parts, part.index, num_clears, priority, seconds)
+    asked = Prepare(chain, part.num_parts, part.index, num_clears, *terms)
     deadline_s = clock.now_s() + store.config.transfer_timeout_s
 
     def run() -> Steps[SaveResult]:

@@ -283,6 +283,7 @@ class NodeCore:
     def stats(self) -> dict[str, Any]:
         """Return counts of the pool, the mover and the calls served."""
         state, service, server = self.state, self.state.pool_service, self.control.server
+        watermarks = dict(zip(("low_watermark", "high_watermark"), state.config.watermarks, strict=True))
         result: dict[str, Any] = {
             "node_id": state.node_id,
             "epoch": state.epoch.hex(),
@@ -302,9 +303,9 @@ class NodeCore:
                 "num_failures": server.loop.num_failures,
             },
             "pool": asdict(service.current.stats()) if service.is_attached else None,
-            "reclaim": None if service.reclaimer is None else service.reclaimer.stats(),
+            "reclaim": None if service.reclaimer is None else {**service.reclaimer.stats(), **watermarks},
             **self.control.handoffs.stats(),
-            "disk": None if state.disk is None else state.disk.stats(),
+            "disk": None if state.disk is None else {"disk_write": state.config.disk_write, **state.disk.stats()},
             "nixl": None,
         }
         if state.mover.own is not None:

@@ -88,7 +88,7 @@ def _matplotlib() -> Any:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
-            "--plot: wanted matplotlib to draw a PNG, got none; `pip install 'raykv[plot]'`, or name a file that ends "
+            "--plot: wanted matplotlib to draw a PNG, got none; `pip install '.[plot]'`, or name a file that ends "
             "in .svg"
         ) from error
 

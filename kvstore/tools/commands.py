@@ -29,10 +29,10 @@ _OWN_WORDS = (
     (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
     (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
     (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
-    (r"\bdisk_(path|capacity|admission|sync)=(?=[ ,;.]|$)", r"--disk-\1"),
+    (r"\bdisk_(path|capacity)=(?=[ ,;.]|$)", r"--disk-\1"),
     (r"^disk_write_bytes_per_day: ", "--disk-write-budget: "),
     (r"^disk_timeout_s: ", "--disk-timeout: "),
-    (r"^disk_(path|admission): ", r"--disk-\1: "),
+    (r"^disk_path: ", "--disk-path: "),
     (
         r"^disk_capacity_bytes: wanted disk_path and disk_capacity_bytes together",
         "wanted --disk-path and --disk-capacity",
@@ -116,13 +116,13 @@ _EVICTION = (
     click.option(
         "--low-watermark",
         type=click.FloatRange(0.0, MAX_WATERMARK),
-        help="Evict in a loop when a smaller share of a node's slots is free; 0 for never. Without it 0, or 0.05 with "
-        "--disk-write back.",
+        help="Evict in a loop when a smaller share of a node's slots is free; 0 for never. Without it half of "
+        "the high one; without both 0, or 0.05 with --disk-write back.",
     ),
     click.option(
         "--high-watermark",
         type=click.FloatRange(0.0, MAX_WATERMARK),
-        help="The loop ends when this share is free; without it twice the other.",
+        help="The loop ends when this share is free. Without it twice the low one, but at most 0.5.",
     ),
 )
 #: Of `kvstore start`; `disk_settings` takes what they give.
@@ -205,6 +205,16 @@ def disk_settings(
     if not disk_path or not capacity:
         raise ConfigError("--disk-path and --disk-capacity: wanted both, or no option of the disk at all")
     return {"disk_path": disk_path, "disk_capacity": capacity, **given}
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Refuse arguments of `kvstore.start` that no store can have, before a Ray is begun or joined.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    fields = {"capacity": "capacity_bytes", "disk_capacity": "disk_capacity_bytes"}
+    StoreConfig(**{fields.get(name, name): value for name, value in settings.items() if name != "timeout_s"})
 
 
 def write_rows(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:

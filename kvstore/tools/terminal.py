@@ -72,6 +72,8 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         counts = [f"{what} {pool[f'num_{what}']:,}" for what in ("leases", "writes", "published", "evicted")]
         counts.insert(2, f"hand-offs {node['num_handoffs']:,}")
         yield "pool", "   ".join(counts)
+    if node.get("reclaim") is not None:
+        yield "watermark", _loop_line(node["reclaim"])
     if node.get("disk") is not None:
         yield from _disk_lines(node["disk"])
     if nixl is not None:
@@ -82,25 +84,33 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
+def _loop_line(loop: dict[str, Any]) -> str:
+    """Return the line of the loop that keeps slots free."""
+    line = f"low {loop['low_watermark']:g}   high {loop['high_watermark']:g}   evicted {loop['num_evicted']:,}"
+    if loop["num_failures"]:
+        line += f"   [yellow]failures {loop['num_failures']:,}[/]"
+    return line if loop["is_alive"] else f"{line}   [red]the loop has ended[/]"
+
+
 def _disk_lines(disk: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the lines of a node's disk tier."""
-    pool = disk.get("pool")
+    pool, back = disk.get("pool"), "   written back at eviction" if disk["disk_write"] == "back" else ""
     if pool is not None:
         held = pool["num_slots"] - pool["num_free"]
-        yield "disk", f"{held:,} of {pool['num_slots']:,} blocks at {escape(disk['path'])}"
+        yield "disk", f"{held:,} of {pool['num_slots']:,} blocks at {escape(disk['path'])}{back}"
         counts = [f"{what} {disk[f'num_{what}']:,}" for what in ("queued", "written", "read", "damaged")]
         yield "", "   ".join([*counts, f"restored {disk['num_restored']:,}"])
         if disk["dropped"]:
             yield "", "not written " + ", ".join(f"{why} {count:,}" for why, count in sorted(disk["dropped"].items()))
     elif not disk["reason"]:
-        yield "disk", f"{escape(disk['path'])}, not divided yet: no client has come"
+        yield "disk", f"{escape(disk['path'])}, not divided yet: no client has come{back}"
         return
     if disk["is_off"]:
         yield "" if pool else "disk", f"[red]off[/]: {escape(disk['reason'] or 'the directory was not reached yet')}"
     elif disk["reason"]:
         yield "", f"[yellow]was off {disk['num_trips']:,} times[/], last: {escape(disk['reason'])}"
     if disk["note"]:
-        yield "", escape(disk["note"])
+        yield "", f"disk tier: {escape(disk['note'])}"
 
 
 def disk_cell(row: dict[str, Any]) -> str:

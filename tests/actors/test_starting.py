@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -52,6 +53,21 @@ def test_an_answer_that_does_not_come_is_waited_for_until_the_deadline(monkeypat
 
 def test_a_node_whose_store_does_not_answer_now_is_waited_for(monkeypatch):
     wait(monkeypatch, Cluster(reconcile=[[], ["n"]], problems=[{"n": "does not answer its ping"}]))
+
+
+def test_a_start_that_gives_up_says_once_what_to_do(monkeypatch):
+    late = TransferTimeout("store: no answer in time: it hangs, or the machine is busy; try again")
+    with pytest.raises(StoreUnavailable, match="or the machine is busy; try again when") as caught:
+        wait(monkeypatch, Cluster(hopeless=[late]), 0.3)
+    assert str(caught.value).count("try again") == 1
+    with pytest.raises(StoreUnavailable) as caught:
+        wait(monkeypatch, Cluster(hopeless=[late], problems=[late]), 0.3)
+    assert str(caught.value).count("try again") == 1
+
+
+def test_a_round_that_is_not_done_in_time_is_named(monkeypatch):
+    with pytest.raises(StoreUnavailable, match="the supervisor looks after the nodes still; try again when"):
+        wait(monkeypatch, Cluster(), 0.3, itertools.repeat(False))
 
 
 def test_while_a_round_is_under_way_the_supervisor_hears_of_those_that_wait(monkeypatch):

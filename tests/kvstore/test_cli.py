@@ -283,6 +283,14 @@ def test_stop_does_not_try_for_ever_to_join_a_ray(monkeypatch):
     assert 0 < seen[0] <= 60
 
 
+@pytest.mark.parametrize("words", [[], ["--local"]])
+def test_settings_are_checked_before_a_ray_is_begun_or_joined(monkeypatch, words):
+    monkeypatch.setattr(api, "start", lambda *_, **__: pytest.fail("nothing is started"))
+    result = run("start", *words, "--disk-path", "d", "--disk-capacity", "1GiB")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("ConfigError: --disk-path: wanted an absolute path")
+
+
 @pytest.mark.parametrize("how", ["--address", "RAY_ADDRESS"])
 def test_a_ray_that_would_end_with_the_command_is_refused(monkeypatch, how):
     monkeypatch.setattr(api, "start", lambda *_, **__: pytest.fail("nothing is started"))
@@ -333,7 +341,8 @@ def test_status_shows_the_nodes(monkeypatch):
 
 
 DISK = {
-    "path": "/disk/[a]-0", "is_off": False, "reason": "", "note": "it is new", "num_restored": 2, "is_direct": True,
+    "disk_write": "through", "path": "/disk/[a]-0", "is_off": False, "reason": "", "note": "it is new",
+    "num_restored": 2, "is_direct": True,
     "num_queued": 5, "num_written": 1200, "num_written_bytes": 1 << 30, "dropped": {"queue_full": 3, "budget": 1},
     "num_read": 31, "num_bytes": 1 << 20, "num_damaged": 4, "num_failed": 0, "num_late": 0, "num_trips": 0,
     "pool": {**POOL, "num_slots": 5000, "num_free": 3800},
@@ -345,9 +354,11 @@ def test_status_shows_the_disk_of_each_node(monkeypatch):
     result = run("status")
     assert result.exit_code == 0
     for words in ("1,200 of 5,000 blocks at /disk/[a]-0", "queued 5", "written 1,200", "read 31", "damaged 4",
-                  "restored 2", "not written budget 1, queue_full 3", "it is new"):  # fmt: skip
+                  "restored 2", "not written budget 1, queue_full 3", "disk tier: it is new"):  # fmt: skip
         assert words in result.stdout
     assert " off" not in result.stdout
+    assert "written back" not in result.stdout
+    assert "watermark" not in result.stdout
     assert result.stdout.count("damaged") == 1
     assert json.loads(run("status", "--json").stdout)["nodes"]["n1"]["disk"] == DISK
 
@@ -369,11 +380,36 @@ def test_status_says_that_a_disk_is_off_or_was(monkeypatch, changes, text):
 
 
 def test_status_shows_a_disk_without_slots(monkeypatch):
-    bare = {name: DISK[name] for name in ("path", "note", "num_restored")} | {"is_off": True}
+    bare = {name: DISK[name] for name in ("disk_write", "path", "note", "num_restored")} | {"is_off": True}
     connected(monkeypatch, {"n1": {**NODE, "disk": {**bare, "reason": ""}}, "n2": NODE}, {})
     assert "/disk/[a]-0, not divided yet: no client has come" in run("status").stdout
     connected(monkeypatch, {"n1": {**NODE, "disk": {**bare, "reason": "it cannot begin"}}, "n2": NODE}, {})
     assert "off: it cannot begin" in run("status").stdout
+
+
+@pytest.mark.parametrize("name", ["pool", "is_direct"])
+def test_status_says_that_blocks_are_written_back(monkeypatch, name):
+    disk = {key: value for key, value in DISK.items() if key != name} | {"disk_write": "back"}
+    connected(monkeypatch, {"n1": {**NODE, "disk": disk}, "n2": NODE}, {})
+    assert run("status").stdout.count("written back at eviction") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts", "others"),
+    [
+        ({}, ["low 0.05   high 0.1   evicted 1,234"], ["failures", "has ended"]),
+        ({"num_failures": 2}, ["failures 2"], ["has ended"]),
+        ({"is_alive": False}, ["the loop has ended"], ["failures"]),
+    ],
+)
+def test_status_shows_the_loop_of_the_watermarks(monkeypatch, changes, texts, others):
+    loop = {"is_alive": True, "num_evicted": 1234, "num_failures": 0, "low_watermark": 0.05, "high_watermark": 0.1}
+    connected(monkeypatch, {"n1": {**NODE, "reclaim": {**loop, **changes}}, "n2": NODE}, {})
+    result = run("status")
+    assert result.exit_code == 0
+    assert all(text in result.stdout for text in texts)
+    assert not any(text in result.stdout for text in others)
+    assert json.loads(run("status", "--json").stdout)["nodes"]["n1"]["reclaim"] == {**loop, **changes}
 
 
 def test_a_node_without_a_store_is_exit_status_1(monkeypatch):

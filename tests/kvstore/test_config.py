@@ -115,6 +115,7 @@ def test_a_number_that_python_would_not_even_write_is_refused(setting):
         {"low_watermark": "0.1"},
         {"high_watermark": "0.1"},
         {"low_watermark": True},
+        {"disk_write_bytes_per_day": -1, **DISK},
         {"disk_write_bytes_per_day": -1},
         {"disk_sync": 1},
         {"disk_timeout_s": 0.0},
@@ -149,6 +150,23 @@ def test_watermarks_that_are_not_given_are_chosen(given, chosen):
 def test_writing_back_without_the_loop_is_refused_with_a_remedy():
     with pytest.raises(ConfigError, match="give neither watermark, or one above 0, or use disk_write='through'"):
         StoreConfig(disk_write="back", low_watermark=0.0, **DISK)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"disk_min_uses": 2}, {"disk_write": "back"}, {"disk_write_bytes_per_day": 1}, {"disk_sync": True},
+        {"disk_timeout_s": 6.0},
+    ],
+)  # fmt: skip
+def test_settings_of_the_disk_without_one_are_refused_with_a_remedy(given):
+    (name,) = given
+    with pytest.raises(
+        ConfigError, match=f"{name}: wanted it with a disk tier.*give disk_path and disk_capacity_bytes"
+    ):
+        StoreConfig(**given)
+    StoreConfig(**given, **DISK)
+    StoreConfig(**{name: StoreConfig.__dataclass_fields__[name].default})
 
 
 def test_json_round_trip():

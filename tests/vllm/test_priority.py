@@ -53,6 +53,8 @@ def test_a_save_has_what_its_request_says(params, priority, priority_s, caplog):
         {"raykv_priority": "low", "raykv_priority_s": -1},
         {"raykv_priority": "high", "raykv_priority_s": float("nan")},
         {"raykv_priority": "high", "raykv_priority_s": True},
+        {"raykv_priority_s": 600},
+        {"raykv_priority": "normal", "raykv_priority_s": 600},
     ],
 )
 def test_a_request_with_a_bad_value_is_served_as_any_other_after_one_warning(params, caplog):

@@ -4,7 +4,15 @@ import pickle
 import pytest
 
 import kvstore
-from kvstore.blocks.priority import NORMAL, Priority, Retention, as_priority, check_priority_s, retention_of
+from kvstore.blocks.priority import (
+    NORMAL,
+    Priority,
+    Retention,
+    as_priority,
+    check_priority_s,
+    check_terms,
+    retention_of,
+)
 from kvstore.errors import InvalidRequest
 
 
@@ -22,10 +30,19 @@ def test_what_is_no_priority_is_refused(value):
 
 
 def test_times_of_priorities():
-    assert [check_priority_s(value) for value in (None, math.inf, 5, 0.5)] == [None, None, 5.0, 0.5]
-    for value in (0, -1, math.nan, -math.inf, "5", True, 86_401):
+    assert [check_priority_s(value) for value in (None, 5, 0.5, 86_400)] == [None, 5.0, 0.5, 86_400.0]
+    for value in (0, -1, math.nan, math.inf, -math.inf, "5", True, 86_401):
         with pytest.raises(InvalidRequest, match="priority_s: wanted "):
             check_priority_s(value)
+
+
+def test_only_a_priority_that_can_end_has_a_time():
+    assert check_terms("low", 5) == (Priority.LOW, 5.0)
+    assert check_terms(Priority.NORMAL, None) == (Priority.NORMAL, None)
+    with pytest.raises(
+        InvalidRequest, match=r"priority_s: wanted it with .*got 600 with 'normal'.*leave priority_s out"
+    ):
+        check_terms("normal", 600)
 
 
 def test_a_retention_begins_now():

@@ -246,7 +246,10 @@ def test_the_loop_ends_with_its_store(start, cluster, settings):
     fill(store, cluster, 7)
     wait_until(lambda: store.core.pool.num_free >= 16)
     store.settle()
-    assert store.core.stats()["reclaim"]["is_alive"]
+    stats = store.core.stats()
+    assert stats["reclaim"]["is_alive"]
+    watermarks = stats["reclaim"]["low_watermark"], stats["reclaim"]["high_watermark"]
+    assert (*watermarks, stats["disk"]["disk_write"]) == (0.25, 0.5, settings.get("disk_write", "through"))
     assert store.num("num_written") > 0
     store.stop()
     assert not loop.thread.is_alive()

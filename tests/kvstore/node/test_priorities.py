@@ -45,6 +45,7 @@ def test_saves_of_all_priorities(cluster, node):
     [
         {"priority": "urgent"}, {"priority": 1}, {"priority": None}, {"priority_s": 0}, {"priority_s": -1.0},
         {"priority_s": math.nan}, {"priority_s": 86_401}, {"priority_s": "60"}, {"priority_s": True},
+        {"priority": "high", "priority_s": math.inf}, {"priority_s": 60}, {"priority": "normal", "priority_s": 60},
     ],
 )  # fmt: skip
 def test_what_is_no_priority_is_refused_and_nothing_changed(cluster, node, wrong):
@@ -55,7 +56,7 @@ def test_what_is_no_priority_is_refused_and_nothing_changed(cluster, node, wrong
     assert node.pool.stats() == before
 
 
-@pytest.mark.parametrize("priority_s", [0.0, -1.0, math.nan, 86_401.0, -math.inf])
+@pytest.mark.parametrize("priority_s", [0.0, -1.0, math.nan, 86_401.0, math.inf, -math.inf])
 def test_a_node_refuses_a_time_that_no_client_sends(cluster, node, priority_s):
     cluster.worker("a", 4)
     client, fd = connect_local(node.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)

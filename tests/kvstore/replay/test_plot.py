@@ -64,7 +64,7 @@ def test_an_svg_is_never_refused():
 
 def test_without_matplotlib_a_png_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"wanted matplotlib to draw a PNG, got none; `pip install 'raykv\[plot\]'`"):
+    with pytest.raises(ConfigError, match=r"wanted matplotlib to draw a PNG, got none; `pip install '\.\[plot\]'`"):
         plot.check_plot(Path("a.png"))
 
 

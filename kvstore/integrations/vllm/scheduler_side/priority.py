@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.blocks.priority import Priority, as_priority, check_priority_s
+from kvstore.blocks.priority import Priority, check_terms
 from kvstore.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -18,8 +18,7 @@ def read_priority(params: Mapping[str, Any], req_id: str) -> tuple[Priority, flo
     """Return priority and seconds for `Client.save`; after a warning NORMAL, if the params have a bad value."""
     asked = params.get(PRIORITY)
     try:
-        priority = Priority.NORMAL if asked is None else as_priority(asked)
-        return priority, check_priority_s(params.get(PRIORITY_S))
+        return check_terms(Priority.NORMAL if asked is None else asked, params.get(PRIORITY_S))
     except InvalidRequest as error:
         logger.warning("blocks of request %s are saved as any others: kv_transfer_params: raykv_%s", req_id, error)
         return Priority.NORMAL, None
