@@ -261,7 +261,11 @@ class Fetcher:
 
     def _fetch_from(self, load: Load, chain: BlockHashes, node_id: str, num_hinted: int) -> str:
         """Lease a run at one peer and read the granted blocks. Return why blocks are missing, or ""."""
-        config, peer = self._context.config, self._peers.get(node_id)
+        config = self._context.config
+        try:
+            peer = self._peers.get(node_id, call_s(config, load.deadline_s))
+        except TransferTimeout as error:
+            return f"timeout: {error}"
         ttl_s = min(config.lease_ttl_s, load.ttl_s)
         until_s = clock.now_s() + ttl_s - config.lease_margin_s
         wanted = PeerLease(
@@ -276,15 +280,16 @@ class Fetcher:
             if is_quarantine_full(load.pool, config.max_quarantined_fraction):
                 return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
             load.report.num_lease_calls += 1
-            connection = self._peers.take_spare(peer)
             try:
-                grant = peer.lease(connection, wanted, lambda: read.claim_first(num_hinted))
+                connection = self._peers.take_spare(peer, wanted.within_s)
+                try:
+                    grant = peer.lease(connection, wanted, lambda: read.claim_first(num_hinted))
+                finally:
+                    self._peers.keep_spare(peer, connection)
             except TransferTimeout:
                 if peer.is_silent(config.call_timeout_s):
                     raise
                 return f"timeout: node {node_id} did not answer in the {wanted.within_s:.1f} s that this load gave it"
-            finally:
-                self._peers.keep_spare(peer, connection)
             if grant.epoch != peer.epoch:
                 self._peers.failed(node_id)
                 return "peer_lost"

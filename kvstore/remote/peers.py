@@ -25,6 +25,7 @@ from kvstore.rpc.connection import Role
 from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import OWNER_KEY_BYTES
 from kvstore.runtime import clock
+from kvstore.runtime.silence import Silence
 
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
 #: A node's failures are forgotten this long after its back-off.
@@ -35,8 +36,8 @@ _MOST_FAILED = 1024
 _LEAST_CALL_S = 1.0
 #: A peer has failed when it was silent for this share of `call_timeout_s`. Less may be the short time of one load.
 _SILENT_SHARE = 0.75
-#: Most spare connections of one peer; others are closed when they are given back.
-_MOST_SPARE = 64
+#: A peer keeps this many spare connections, or as many as are in use. Others are closed when one is given back.
+_FEW_SPARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,11 @@ class Peer:
     same_host: bool = False
     #: Separate connections for questions whose answers may take long; each carries one question at a time.
     spare: list[ControlClient] = field(default_factory=list)
-    #: How long questions have waited in vain since the last answer, and until when that was counted.
-    _silent_s: float = 0.0
-    _silent_until_s: float = 0.0
+    #: The spare ones and those in use; perhaps some that were closed.
+    opened: list[ControlClient] = field(default_factory=list)
+    #: Shared by all connections of the node, also later ones.
+    silence: Silence = field(default_factory=Silence)
+    address: PeerAddress | None = None
     _transport: tuple[int, PeerDescription] | None = None
 
     def lease(
@@ -110,24 +113,22 @@ class Peer:
         try:
             answer = connection.call(op, payload, timeout_s=timeout_s, meanwhile=meanwhile)
         except TransferTimeout:
-            # Of questions that waited at the same time, each second counts once.
-            now_s = clock.now_s()
-            self._silent_s += now_s - max(asked_s, self._silent_until_s)
-            self._silent_until_s = now_s
+            self.silence.add(op.name, asked_s)
             raise
         except (TransferError, StoreUnavailable):
             raise
         except KVStoreError as error:
             raise PeerLost(f"node {self.node_id} refused: {type(error).__name__}: {error}") from error
-        self._silent_s = 0.0
+        # A load asks for a connection and a lease first: only the answer to its last question ends all silence.
+        self.silence.end(Op.HELLO.name, Op.PEER_LEASE.name, op.name)
         return answer
 
     def is_silent(self, call_timeout_s: float) -> bool:
-        """Return whether the peer has failed: it was silent for too long since its last answer.
+        """Return whether the peer has failed: it was silent for too long since its last answers.
 
         The timeout of one question is no failure, for its load may have had little time left.
         """
-        return self._silent_s >= _SILENT_SHARE * call_timeout_s
+        return self.silence.total_s() >= _SILENT_SHARE * call_timeout_s
 
     def release(self, lease_id: int) -> None:
         """Give a lease back without waiting."""
@@ -164,6 +165,7 @@ class PeerBook:
     Args:
         own_epoch: this life of the store.
         resolve: finds a node's address through the cluster; called on first contact and after failures only.
+        timeout_s: of a call. A new connection may take so long where its caller names no other time.
     """
 
     def __init__(self, own_node_id: str, own_epoch: bytes, resolve: Resolver, timeout_s: float) -> None:
@@ -173,6 +175,7 @@ class PeerBook:
         self._lock = threading.Lock()
         self.peers: dict[str, Peer] = {}
         self.failures: dict[str, tuple[int, float]] = {}
+        self._silences: dict[str, Silence] = {}
 
     def is_usable(self, node_id: str) -> bool:
         """Return whether a node may be asked. It is not this node, and not backed off."""
@@ -185,25 +188,32 @@ class PeerBook:
         peer = self.peers.get(node_id)
         return peer if peer is not None and not peer.client.closed else None
 
-    def get(self, node_id: str) -> Peer:
-        """Return an open connection to a node's store.
+    def get(self, node_id: str, within_s: float | None = None) -> Peer:
+        """Return an open connection to a node's store. Open one within `within_s` if there is none.
 
         Raises:
             PeerLost: the node cannot be reached; it is backed off.
+            TransferTimeout: it did not answer in time, which is no failure yet; its silence is counted.
         """
         peer = self.peers.get(node_id)
         if peer is not None and not peer.client.closed:
             return peer
-        client = self._connect(node_id)
-        same_host = client.is_to_this_host()
-        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]), self._owner_key(node_id), same_host)
+        silence = self._silence_of(node_id)
+        # Where a store hangs, its actor may hang, too: to find the address again could take a whole call's time.
+        known = peer.address if peer is not None and silence.total_s() else None
+        address = known or self._find(node_id)
+        client = self._connect(node_id, address, within_s)
+        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]), self._owner_key(node_id))
+        peer.same_host, peer.silence, peer.address = client.is_to_this_host(), silence, address
         with self._lock:
             old = self.peers.get(node_id)
             if old is not None and not old.client.closed:
                 client.close()
                 return old
             ended = [self.peers.pop(known) for known, old in [*self.peers.items()] if old.client.has_ended()]
-            self.peers[node_id] = peer
+            self.peers[node_id], self._silences[node_id] = peer, silence
+            # The silence of the others is kept: their connections were perhaps closed by timeouts.
+            self._silences = {n: s for n, s in self._silences.items() if n in self.peers or s.total_s()}
         for old in ended:
             # Perhaps no load asks these nodes again: each connection would keep a file descriptor forever.
             old.close()
@@ -216,11 +226,12 @@ class PeerBook:
 
         Raises:
             PeerLost: it cannot be reached; it is backed off.
+            TransferTimeout: as for `get`.
         """
         peer = self.get(node_id)
         if peer.epoch == epoch:
             return peer
-        with contextlib.closing(self._connect(node_id)) as client:
+        with contextlib.closing(self._connect(node_id, self._find(node_id), None)) as client:
             if client.hello["epoch"] == peer.epoch.hex():
                 return peer
         with self._lock:
@@ -233,39 +244,73 @@ class PeerBook:
         # A different key for each node: a peer cannot use its key to act as this store at other nodes.
         return hashlib.blake2b(node_id.encode(), key=self._secret, digest_size=OWNER_KEY_BYTES).digest()
 
-    def _connect(self, node_id: str) -> ControlClient:
+    def _silence_of(self, node_id: str) -> Silence:
+        with self._lock:
+            return self._silences.setdefault(node_id, Silence())
+
+    def _find(self, node_id: str) -> PeerAddress:
         try:
-            client = self.resolve(node_id).connect(
-                Role.PEER, self.own_node_id, self._own_epoch, self._owner_key(node_id), self._timeout_s
-            )
+            return self.resolve(node_id)
+        except (KVStoreError, OSError) as error:
+            raise self._lost(node_id, error) from error
+
+    def _lost(self, node_id: str, error: Exception) -> PeerLost:
+        self.failed(node_id)
+        return PeerLost(f"the store of node {node_id} cannot be reached: {error}")
+
+    def _connect(self, node_id: str, address: PeerAddress, within_s: float | None) -> ControlClient:
+        asked_s, timeout_s = clock.now_s(), within_s or self._timeout_s
+        try:
+            client = address.connect(Role.PEER, self.own_node_id, self._own_epoch, self._owner_key(node_id), timeout_s)
             if not bytes_in(client.hello, "epoch", EPOCH_BYTES):
                 client.close()
                 raise PeerLost(f"a peer named no epoch of {EPOCH_BYTES} bytes: {clip(client.hello.get('epoch'))}")
             return client
         except (KVStoreError, OSError) as error:
-            self.failed(node_id)
-            raise PeerLost(f"the store of node {node_id} cannot be reached: {error}") from error
+            # The kernel of a store that hangs accepts; of a host that vanished nothing does.
+            if isinstance(error, TransferTimeout) or isinstance(error.__cause__, TimeoutError):
+                silence = self._silence_of(node_id)
+                silence.add(Op.HELLO.name, asked_s)
+                if silence.total_s() < _SILENT_SHARE * self._timeout_s:
+                    raise TransferTimeout(
+                        f"wanted a connection to node {node_id} within {timeout_s:.1f} s, got none; try again"
+                    ) from error
+            raise self._lost(node_id, error) from error
 
-    def take_spare(self, peer: Peer) -> ControlClient:
-        """Return a connection to a peer, for the caller alone until `keep_spare`.
+    def take_spare(self, peer: Peer, within_s: float | None = None) -> ControlClient:
+        """Return a connection to a peer, for the caller alone until `keep_spare`. Open one if none is spare.
 
         Raises:
             PeerLost: the peer cannot be reached, and is backed off; or its store was restarted.
+            TransferTimeout: as for `get`.
         """
         with contextlib.suppress(IndexError):
             return peer.spare.pop()
-        connection = self._connect(peer.node_id)
+        connection = self._connect(peer.node_id, peer.address or self._find(peer.node_id), within_s)
         if connection.hello["epoch"] != peer.epoch.hex():
             connection.close()
             raise PeerLost(f"the store of node {peer.node_id} was restarted; try again")
+        with self._lock:
+            peer.opened = [*_open_ones(peer.opened), connection]
         return connection
 
     def keep_spare(self, peer: Peer, connection: ControlClient) -> None:
-        """Take back a connection of `take_spare`."""
-        if peer.client.closed or len(peer.spare) >= _MOST_SPARE:
+        """Take back a connection of `take_spare`. Close those that are spare beyond a few and the number in use."""
+        if peer.client.closed:
             connection.close()
-        elif not connection.closed:
+        if connection.closed:
+            return
+        ended = []
+        with self._lock:
             peer.spare.append(connection)
+            if len(peer.spare) > _FEW_SPARE:
+                peer.opened = _open_ones(peer.opened)
+                num_in_use = len(peer.opened) - len(peer.spare)
+                while len(peer.spare) > max(_FEW_SPARE, num_in_use):
+                    # One by one from the oldest: a fetch may take the latest meanwhile, without the lock.
+                    ended.append(peer.spare.pop(0))
+        for old in ended:
+            old.close()
 
     def failed(self, node_id: str) -> None:
         """Note a failure: close the connection and back the node off for a while.
@@ -274,6 +319,7 @@ class PeerBook:
         """
         with self._lock:
             peer = self.peers.pop(node_id, None)
+            self._silences.pop(node_id, None)
             now_s = clock.now_s()
             self.failures = {n: f for n, f in self.failures.items() if f[1] + _FORGIVEN_AFTER_S > now_s}
             count, until_s = self.failures.get(node_id, (0, 0.0))
@@ -298,3 +344,7 @@ class PeerBook:
             peers, self.peers = list(self.peers.values()), {}
         for peer in peers:
             peer.close()
+
+
+def _open_ones(connections: list[ControlClient]) -> list[ControlClient]:
+    return [connection for connection in connections if not connection.closed]

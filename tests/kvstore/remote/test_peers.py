@@ -94,15 +94,60 @@ def test_failures_of_nodes_that_never_were_are_bounded_and_the_longest_are_kept(
     assert pause_s(book) == 15.0
 
 
-def test_only_so_many_connections_to_a_peer_are_kept(cluster, monkeypatch):
-    monkeypatch.setattr("kvstore.remote.peers._MOST_SPARE", 2)
+def test_after_a_burst_few_connections_to_a_peer_are_kept(cluster):
     core, _ = cluster.add("a", mover=False), cluster.add("b", mover=False)
     peers = core.state.peers
     peer = peers.get("b")
-    taken = [peers.take_spare(peer) for _ in range(4)]
-    for connection in taken:
+    taken = [peers.take_spare(peer) for _ in range(12)]
+
+    def num_open_after(num_back):
+        for _ in range(num_back):
+            peers.keep_spare(peer, taken.pop())
+        return len(peer.spare), sum(not connection.closed for connection in peer.opened)
+
+    # As many are kept as are in use: loads that come and go need not connect each time.
+    assert num_open_after(6) == (6, 12)
+    assert num_open_after(2) == (4, 8)
+    assert num_open_after(4) == (4, 4)
+    again = [peers.take_spare(peer) for _ in range(4)]
+    assert peer.spare == []
+    again[0].close()  # As a timeout does.
+    for connection in again:
         peers.keep_spare(peer, connection)
-    assert [connection.closed for connection in taken] == [False, False, True, True]
+    assert len(peer.spare) == 3
+
+
+class Unanswered:
+    """The address of a store, at which nothing answers in time."""
+
+    def __init__(self, book, error):
+        self.book, self.error = book, error
+
+    def connect(self, role, node_id, epoch, owner_key, timeout_s):
+        self.book.now_s += timeout_s
+        raise self.error
+
+
+def lost_host():
+    """The error where not even the kernel of a host answers."""
+    error = PeerLost("no answer")
+    error.__cause__ = TimeoutError("timed out")
+    return error
+
+
+@pytest.mark.parametrize("error", [TransferTimeout("no HELLO"), lost_host()])
+def test_to_wait_for_a_connection_in_vain_is_a_failure_only_after_most_of_a_calls_time(book, error):
+    book.resolve = lambda node_id: Unanswered(book, error)
+    for _ in range(2):
+        with pytest.raises(TransferTimeout, match=r"node other within 0\.3 s"):
+            book.get("other", 0.3)
+        assert book.is_usable("other")
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        book.get("other", 0.3)
+    assert pause_s(book) == 0.5
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        book.get("other")
+    assert pause_s(book) == 1.0
 
 
 def test_a_slab_is_of_the_life_that_was_asked_for():
