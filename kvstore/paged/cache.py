@@ -27,7 +27,7 @@ class PrefixMatch:
     Args:
         num_tokens: tokens in whole pages.
         num_partial_tokens: further tokens that a page shares, for `PagedRequest.prepare_copy`.
-        pages: int32 per group, the whole pages; -1 for those before a window.
+        pages: int32 per group, the whole pages; -1 for those before a window. New arrays.
     """
 
     num_tokens: int
@@ -106,7 +106,7 @@ class PagedPrefixCache:
         return PrefixMatch(
             num_tokens=found.num_pages * self.page_size,
             num_partial_tokens=best[2] if best is not None else 0,
-            pages=tuple(self._table(found, group) for group in range(len(self.groups))),
+            pages=tuple(self._table(found, group).copy() for group in range(len(self.groups))),
         )
 
     def acquire(

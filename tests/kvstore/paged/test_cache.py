@@ -124,6 +124,15 @@ def test_a_match_changes_nothing():
     assert state(cache) == state(PagedPrefixCache(4, 8))
 
 
+def test_what_a_match_returns_is_the_callers():
+    cache = PagedPrefixCache(4, 8)
+    tokens = tokens_of(3, 4)
+    pages = fill(cache, tokens)
+    cache.match(tokens, reserve_last_token=False).pages[0][:] = -1
+    assert cache.match(tokens, reserve_last_token=False).pages[0].tolist() == pages
+    cache.check_integrity()
+
+
 def test_a_locked_prefix_outlasts_every_eviction():
     """Scenarios 3 and 8: acquire finds and locks in one step; what a request reads stays until it is released."""
     cache = PagedPrefixCache(4, 8)
