@@ -466,6 +466,43 @@ def test_other_tokens_than_those_found_are_refused():
     assert request.insert([*tokens, 8, 8, 8, 8]) == 1
 
 
+def test_other_tokens_than_those_copied_are_refused():
+    cache = PagedPrefixCache(4, 8)
+    tokens = tokens_of(2, 4)
+    fill(cache, tokens)
+    request = cache.acquire([*tokens[:7], 50])
+    assert request.prepare_copy()
+    other = [*tokens[:5], 9, 9, 9]
+    with pytest.raises(InvalidRequest, match="began with"):
+        request.insert(other, 4)
+    request.complete_copy()
+    request.extend(1)
+    assert request.insert(tokens[:6], 4) == 0
+    for bad in (other, other[:6], tokens[:3]):
+        with pytest.raises(InvalidRequest):
+            request.insert(bad, 0)
+    assert request.insert([*tokens[:7], 51]) == 1
+    assert found(cache, other) == 4
+    # A copy that was given up leaves no tokens behind.
+    request = cache.acquire([*tokens[:7], 50])
+    assert request.prepare_copy()
+    request.abort_copy()
+    request.extend(4)
+    assert request.insert(other) == 1
+
+
+def test_a_copy_behind_computed_tokens_is_no_part_of_the_cached_prefix():
+    cache = PagedPrefixCache(4, 8)
+    tokens = tokens_of(2, 4)
+    request = cache.acquire([*tokens[:7], 50])
+    fill(cache, tokens)
+    request.extend(4)
+    request.insert([*tokens[:7], 50], 4)
+    assert request.prepare_copy()
+    assert request.complete_copy() == 3
+    assert (request.num_tokens, request.num_cached_tokens) == (7, 0)
+
+
 def test_a_released_request_does_nothing():
     cache = PagedPrefixCache(4, 8)
     request = cache.acquire([1, 2, 3])
