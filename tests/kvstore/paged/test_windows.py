@@ -8,6 +8,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.paged.cache import PagedPrefixCache
 from kvstore.paged.groups import PageGroup, longest_usable
+from kvstore.paged.integrity import all_nodes
 
 #: A token sees 8 tokens, itself included: the last 7 before a boundary, which are in 2 pages of 4.
 WINDOW = PageGroup(window_tokens=8)
@@ -217,3 +218,37 @@ def test_a_split_leaves_no_leaf_without_a_window():
     assert request.num_tokens == 4
     assert cache.num_nodes == 1
     cache.check_integrity()
+
+
+def buffer_bytes(node):
+    """Return the bytes that a node keeps in memory, and those that it needs."""
+    parts = [*node.pages, *(locks for locks in node.window_locks if locks is not None)]
+    data = node.data.obj if isinstance(node.data, memoryview) else node.data
+    kept = len(data) + sum((part if part.base is None else part.base).nbytes for part in parts)
+    return kept, len(node.data) + sum(part.nbytes for part in parts)
+
+
+def test_a_page_that_outlasts_its_prompt_keeps_no_more_in_memory():
+    cache = PagedPrefixCache(4, 256, BOTH)
+    for first in (0, 1000):
+        tokens = list(range(first, first + 400))
+        fill(cache, tokens)
+        request = cache.acquire(tokens[:8], reserve_last_token=False)
+        assert request.num_tokens == 8
+        for wanted in (1, 40, 20, 37):
+            cache.evict(wanted)
+            for node in all_nodes(cache._tree):
+                kept, needed = buffer_bytes(node)
+                assert kept <= 2 * needed
+        assert found(cache, tokens) == 8
+    cache.check_integrity()
+
+
+def test_a_removed_node_keeps_nothing_in_memory():
+    cache = PagedPrefixCache(4, 256, BOTH)
+    tokens = list(range(400))
+    fill(cache, tokens)
+    nodes = list(all_nodes(cache._tree))
+    cache.evict(100)
+    assert cache.num_nodes == 0
+    assert [buffer_bytes(node)[0] for node in nodes] == [0] * len(nodes)
