@@ -20,14 +20,14 @@ from kvstore.paged.tree import Found, PrefixTree
 from kvstore.paged.units import Pages, check_count, check_page_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixMatch:
     """How much of a prompt a cache has now. Nothing is locked: it may be gone at the next call.
 
     Args:
         num_tokens: tokens in whole pages.
         num_partial_tokens: further tokens that a page shares, for `PagedRequest.prepare_copy`.
-        pages: int32 per group, the whole pages; -1 for those before a window.
+        pages: int32 per group, the whole pages; -1 for those before a window. New arrays.
     """
 
     num_tokens: int
@@ -72,7 +72,7 @@ class PagedPrefixCache:
 
     def __init__(self, page_size: int, num_pages: int, groups: Sequence[PageGroup] = (PageGroup(),)) -> None:
         self.page_size = check_page_size(page_size)
-        self.groups = tuple(groups)
+        self.groups = tuple(groups) if isinstance(groups, Sequence) else ()
         if not self.groups or not all(isinstance(group, PageGroup) for group in self.groups):
             raise ConfigError(f"PagedPrefixCache: wanted at least one PageGroup, got {groups!r}")
         self.allocators = tuple(
@@ -98,7 +98,7 @@ class PagedPrefixCache:
             InvalidRequest: no token ids, or namespace or salt are not bytes.
         """
         tokens = encode_tokens(token_ids)
-        limit = max(0, tokens.num_tokens - reserve_last_token)
+        limit = max(0, tokens.num_tokens - bool(reserve_last_token))
         found = self._find(_key(namespace, salt), tokens, limit)
         best = self._tree.best_partial(found, tokens.data, limit)
         if best is not None and any(int(pages[best[1]]) < 0 for pages in best[0].pages):
@@ -106,7 +106,7 @@ class PagedPrefixCache:
         return PrefixMatch(
             num_tokens=found.num_pages * self.page_size,
             num_partial_tokens=best[2] if best is not None else 0,
-            pages=tuple(self._table(found, group) for group in range(len(self.groups))),
+            pages=tuple(self._table(found, group).copy() for group in range(len(self.groups))),
         )
 
     def acquire(
@@ -127,7 +127,7 @@ class PagedPrefixCache:
             InvalidRequest: as for `match`; nothing was changed.
         """
         tokens = encode_tokens(token_ids)
-        limit = max(0, tokens.num_tokens - reserve_last_token)
+        limit = max(0, tokens.num_tokens - bool(reserve_last_token))
         key, tree = _key(namespace, salt), self._tree
         found = self._find(key, tokens, limit)
         tables = [self._table(found, group) for group in range(len(self.groups))]

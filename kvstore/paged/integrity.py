@@ -20,6 +20,15 @@ def all_nodes(tree: PrefixTree) -> Iterator[Node]:
         todo.extend(node.children.values())
 
 
+def buffer_bytes(node: Node) -> tuple[int, int]:
+    """Return the bytes that a node keeps in memory for its tokens, pages and locks, and those that it needs."""
+    parts = [*node.pages, *(locks for locks in node.window_locks if locks is not None)]
+    whole = node.data.obj if isinstance(node.data, memoryview) else node.data
+    assert isinstance(whole, bytes)
+    kept = sum(part.base.nbytes if isinstance(part.base, np.ndarray) else part.nbytes for part in parts)
+    return len(whole) + kept, len(node.data) + sum(part.nbytes for part in parts)
+
+
 def check_tree(tree: PrefixTree, requests: Iterable[PagedRequest]) -> None:
     """Raise AssertionError if anything does not add up."""
     nodes = list(all_nodes(tree))
@@ -42,6 +51,8 @@ def _check_node(tree: PrefixTree, node: Node) -> None:
     assert parent is not None
     assert num_pages >= 1, "an edge without pages"
     assert len(node.data) == num_pages * tree.page_bytes, "an edge has other tokens than pages"
+    kept, needed = buffer_bytes(node)
+    assert kept <= 2 * needed, "a node keeps a much larger buffer"
     assert parent.children[node.first_key(tree.page_size)] is node, "a node has another key"
     assert node.end_page == parent.end_page + num_pages, "a node lies elsewhere"
     assert node.lock_count >= max((child.lock_count for child in node.children.values()), default=0)

@@ -60,6 +60,20 @@ class Node:
         """Return the tokens of the first page."""
         return bytes(self.data[: page_size * TOKEN_BYTES])
 
+    def shrink(self) -> None:
+        """Copy what is a view of less than half of a buffer, so that it does not keep all of it in memory."""
+        whole = self.data.obj if isinstance(self.data, memoryview) else self.data
+        if isinstance(whole, bytes) and 2 * len(self.data) < len(whole):
+            self.data = bytes(self.data)
+        self.pages = [_shrunk(pages) for pages in self.pages]
+        self.window_locks = [None if locks is None else _shrunk(locks) for locks in self.window_locks]
+
+    def clear(self) -> None:
+        """Let go of the contents of a removed node, which old entries of an order may still name."""
+        self.data = b""
+        self.pages = [pages[:0].copy() for pages in self.pages]
+        self.window_locks = [None if locks is None else locks[:0].copy() for locks in self.window_locks]
+
     def add_child(self, key: bytes, child: Node, *, sorts: bool) -> None:
         """Link a child; `sorts` is False where no page can match in part."""
         self.children[key] = child
@@ -104,4 +118,11 @@ def split(node: Node, num_pages: int, page_size: int) -> Node:
     node.parent = upper
     parent.children[key] = upper  # The same key: the order of the parent stays.
     upper.add_child(node.first_key(page_size), node, sorts=sorts)
+    upper.shrink()
+    node.shrink()
     return upper
+
+
+def _shrunk(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    whole = array.base
+    return array.copy() if isinstance(whole, np.ndarray) and 2 * len(array) < len(whole) else array

@@ -11,7 +11,7 @@ from kvstore.errors import InvalidRequest, PoolExhausted
 from kvstore.paged.evicting import make_room
 from kvstore.paged.node import Node, RootKey
 from kvstore.paged.sequence import SequencePages
-from kvstore.paged.tokens import EncodedTokens, TokenIds, encode_tokens
+from kvstore.paged.tokens import TOKEN_BYTES, EncodedTokens, TokenIds, encode_tokens
 from kvstore.paged.tree import PrefixTree
 from kvstore.paged.units import Pages, Slots, check_count
 
@@ -58,9 +58,10 @@ class PagedRequest:
         self._node, self._sequences, self._on_release = node, sequences, on_release
         self._copy: _PendingCopy | None = None
         self._first_pages = [0] * len(sequences)
+        self._num_copied_until = 0  # Tokens up to the end of the last copy, a prepared one, too.
         self._is_released = False
         self.num_cached_tokens = self.num_tokens
-        """Tokens that need no computing, because the cache had them: `skip_prefix_tokens` of a load."""
+        """Leading tokens that need no computing, because the cache had them: `skip_prefix_tokens` of a load."""
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +159,7 @@ class PagedRequest:
             return ()
         targets = [sequence.allocator.alloc(1) for sequence in self._sequences]
         self._copy = _PendingCopy(node, self._node.end_page, num_tokens, targets)
+        self._num_copied_until = self.num_tokens + num_tokens
         return tuple(
             PageCopy(group=group, source_page=source, target_page=int(target[0]), num_tokens=num_tokens)
             for group, (source, target) in enumerate(zip(sources, targets, strict=True))
@@ -170,9 +172,10 @@ class PagedRequest:
             InvalidRequest: no copy was prepared; nothing was changed.
         """
         copy = self._end_copy("complete_copy")
+        if self.num_cached_tokens == self.num_tokens:  # Otherwise the request computed tokens before the copied ones.
+            self.num_cached_tokens += copy.num_tokens
         for sequence, target in zip(self._sequences, copy.targets, strict=True):
             sequence.add_partial(target, copy.num_tokens)
-        self.num_cached_tokens += copy.num_tokens
         return copy.num_tokens
 
     def abort_copy(self) -> None:
@@ -182,6 +185,7 @@ class PagedRequest:
             InvalidRequest: no copy was prepared; nothing was changed.
         """
         copy = self._end_copy("abort_copy")
+        self._num_copied_until = 0
         for sequence, target in zip(self._sequences, copy.targets, strict=True):
             sequence.allocator.give_back(target)
 
@@ -191,7 +195,8 @@ class PagedRequest:
         The pages go to the tree, which keeps them after the release. Where it has equal ones, it keeps those.
 
         Args:
-            token_ids: of the request, from its first token on; they begin with those that `acquire` found.
+            token_ids: of the request, from its first token on; they begin with those that `acquire` found, and go
+                on with those that were copied.
             num_computed_tokens: how many of them have their KV in place; None for all that have slots.
 
         Returns:
@@ -206,10 +211,13 @@ class PagedRequest:
         most = min(self.num_tokens, tokens.num_tokens)
         wanted = self.num_tokens if num_computed_tokens is None else num_computed_tokens
         end = check_count("insert", "num_computed_tokens", wanted, most) // self._tree.page_size
-        known = self._node.end_page * self._tree.page_bytes
-        if tokens is not self._prompt and not tokens.data.startswith(memoryview(self._prompt.data)[:known]):
+        shared = self._node.end_page * self._tree.page_bytes
+        known = max(shared, self._num_copied_until * TOKEN_BYTES)
+        compared = max(shared, min(known, len(tokens.data)))  # The copied tokens need not be named yet.
+        if tokens is not self._prompt and not tokens.data.startswith(memoryview(self._prompt.data)[:compared]):
             raise InvalidRequest("insert: wanted the tokens that the request began with, got others")
-        self._prompt = tokens
+        if compared == known:
+            self._prompt = tokens
         return self._insert(tokens, end) if end > self._node.end_page else 0
 
     def trim_windows(self, num_computed_tokens: int) -> int:

@@ -271,6 +271,7 @@ class PrefixTree:
             present = pages[pages >= 0] if node.window_locks[group] is not None else pages
             self.num_cached[group] -= len(present)
             self.allocators[group].give_back(present)
+        node.clear()
         if parent.parent is None and not parent.children:
             del self.roots[parent.key]
         return parent
@@ -285,3 +286,4 @@ class PrefixTree:
         node.window_locks = [None if locks is None else locks[:kept] for locks in node.window_locks]
         node.data = memoryview(node.data)[: kept * self.page_bytes]
         node.end_page -= num_pages
+        node.shrink()

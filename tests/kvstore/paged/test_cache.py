@@ -10,6 +10,7 @@ from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import ConfigError, InvalidRequest, PoolExhausted
 from kvstore.paged.cache import PagedPrefixCache
+from kvstore.paged.groups import PageGroup
 from kvstore.paged.tokens import encode_tokens
 
 SIZES = (1, 4, 16, 64, 256)
@@ -122,6 +123,15 @@ def test_a_match_changes_nothing():
     assert (found(cache, old), found(cache, young)) == (0, 8)
     cache.evict(8)
     assert state(cache) == state(PagedPrefixCache(4, 8))
+
+
+def test_what_a_match_returns_is_the_callers():
+    cache = PagedPrefixCache(4, 8)
+    tokens = tokens_of(3, 4)
+    pages = fill(cache, tokens)
+    cache.match(tokens, reserve_last_token=False).pages[0][:] = -1
+    assert cache.match(tokens, reserve_last_token=False).pages[0].tolist() == pages
+    cache.check_integrity()
 
 
 def test_a_locked_prefix_outlasts_every_eviction():
@@ -457,6 +467,43 @@ def test_other_tokens_than_those_found_are_refused():
     assert request.insert([*tokens, 8, 8, 8, 8]) == 1
 
 
+def test_other_tokens_than_those_copied_are_refused():
+    cache = PagedPrefixCache(4, 8)
+    tokens = tokens_of(2, 4)
+    fill(cache, tokens)
+    request = cache.acquire([*tokens[:7], 50])
+    assert request.prepare_copy()
+    other = [*tokens[:5], 9, 9, 9]
+    with pytest.raises(InvalidRequest, match="began with"):
+        request.insert(other, 4)
+    request.complete_copy()
+    request.extend(1)
+    assert request.insert(tokens[:6], 4) == 0
+    for bad in (other, other[:6], tokens[:3]):
+        with pytest.raises(InvalidRequest):
+            request.insert(bad, 0)
+    assert request.insert([*tokens[:7], 51]) == 1
+    assert found(cache, other) == 4
+    # A copy that was given up leaves no tokens behind.
+    request = cache.acquire([*tokens[:7], 50])
+    assert request.prepare_copy()
+    request.abort_copy()
+    request.extend(4)
+    assert request.insert(other) == 1
+
+
+def test_a_copy_behind_computed_tokens_is_no_part_of_the_cached_prefix():
+    cache = PagedPrefixCache(4, 8)
+    tokens = tokens_of(2, 4)
+    request = cache.acquire([*tokens[:7], 50])
+    fill(cache, tokens)
+    request.extend(4)
+    request.insert([*tokens[:7], 50], 4)
+    assert request.prepare_copy()
+    assert request.complete_copy() == 3
+    assert (request.num_tokens, request.num_cached_tokens) == (7, 0)
+
+
 def test_a_released_request_does_nothing():
     cache = PagedPrefixCache(4, 8)
     request = cache.acquire([1, 2, 3])
@@ -532,3 +579,8 @@ def test_a_page_of_the_tree_that_somebody_shares_is_not_given_away():
         cache.acquire([1] * 8).extend(8)
     assert cache.allocators[0].free(pages[1:]) == 1
     cache.check_integrity()
+
+
+def test_one_group_that_is_not_in_a_list_is_refused():
+    with pytest.raises(ConfigError, match="at least one PageGroup"):
+        PagedPrefixCache(4, 4, PageGroup())

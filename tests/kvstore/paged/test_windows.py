@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.paged.allocator import PageAllocator
 from kvstore.paged.cache import PagedPrefixCache
 from kvstore.paged.groups import PageGroup, longest_usable
+from kvstore.paged.integrity import all_nodes, buffer_bytes
+from kvstore.paged.tree import PrefixTree
 
 #: A token sees 8 tokens, itself included: the last 7 before a boundary, which are in 2 pages of 4.
 WINDOW = PageGroup(window_tokens=8)
@@ -217,3 +220,28 @@ def test_a_split_leaves_no_leaf_without_a_window():
     assert request.num_tokens == 4
     assert cache.num_nodes == 1
     cache.check_integrity()
+
+
+def make_edge(num_pages):
+    """Return a tree of one edge, and the edge."""
+    allocators = (PageAllocator(num_pages, 4), PageAllocator(num_pages, 4))
+    tree = PrefixTree(BOTH, allocators, 4)
+    pages = [allocator.alloc(num_pages) for allocator in allocators]
+    return tree, tree.add(tree.root((b"", b"")), bytes(range(16)) * num_pages, pages)
+
+
+def test_a_page_that_outlasts_its_prompt_keeps_no_more_in_memory():
+    tree, edge = make_edge(100)
+    for num_pages in (1, 40, 20, 37):
+        tree.trim_leaf(edge, num_pages)
+    assert buffer_bytes(edge)[0] <= 2 * buffer_bytes(edge)[1]
+    tree, edge = make_edge(100)
+    tree.cut(tree.find(tree.root((b"", b"")), bytes(range(16)) * 2, 8))
+    for node in all_nodes(tree):
+        assert buffer_bytes(node)[0] <= 2 * buffer_bytes(node)[1]
+
+
+def test_a_removed_node_keeps_nothing_in_memory():
+    tree, edge = make_edge(100)
+    tree.remove_leaf(edge)
+    assert buffer_bytes(edge)[0] == 0
