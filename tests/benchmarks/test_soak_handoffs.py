@@ -12,14 +12,14 @@ import pytest
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.results import BlockFailure, MissReason
 from tests.soak.handoffs import unexplained
-from tests.soak.mailbox import Letter, Mailbox
+from tests.soak.mailbox import Letter, Mailbox, owner_name
 from tests.soak.run import still_held
 
 LETTER = Letter(
     ticket=HandoffTicket(
         node_id="n", epoch=bytes(8), namespace=bytes(32), num_blocks=3, block_bytes=64, expires_s=0.0
     ),
-    node=0, chain=1, first=2, good_until_s=100.0, num_clearings=5, owner="1.0", path="/socket",
+    node=0, chain=1, first=2, good_until_s=100.0, num_clearings=5, owner="1-0.0", path="/socket",
 )  # fmt: skip
 #: What a plain letter does not explain, and what does.
 EXPLAINED = {
@@ -69,15 +69,17 @@ def test_a_delivery_is_the_first_one_once(tmp_path):
 
 def test_who_closed_or_died_has_left(tmp_path):
     mailbox = Mailbox(tmp_path)
-    mine = f"{os.getpid()}.3"
+    mine = owner_name(3)
     assert not mailbox.has_left(mine)
     mailbox.leaves(mine)
     assert mailbox.has_left(mine)
-    assert not mailbox.has_left(f"{os.getpid()}.4")
+    assert not mailbox.has_left(owner_name(4))
     process = multiprocessing.get_context("fork").Process(target=int)
     process.start()
     process.join()
-    assert mailbox.has_left(f"{process.pid}.0")
+    assert mailbox.has_left(f"{process.pid}-1.0")
+    # Ids are used again, also for threads of others.
+    assert mailbox.has_left(f"{os.getpid()}-1.4")
 
 
 @pytest.mark.parametrize("what", ["num_handoffs", "num_handoff_slots", "num_handoff_fetches", "num_pinned"])

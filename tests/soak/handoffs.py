@@ -17,7 +17,7 @@ from kvstore.client.job import Job
 from kvstore.client.results import BlockFailure, FetchResult, MissReason
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, all_error_types
 from tests.soak.engine import LAYOUTS, MINE, POISON, Engine
-from tests.soak.mailbox import Letter, Mailbox
+from tests.soak.mailbox import Letter, Mailbox, owner_name
 from tests.soak.plan import SHAPE, Choice, Verb, space
 from tests.soak.voice import Voice
 from tests.soak.weights import Weights
@@ -104,7 +104,7 @@ class Handoffs:
 
     def opened(self, path: str) -> None:
         """There is another engine, of the store with this socket."""
-        self._owner, self._path = f"{os.getpid()}.{next(self._numbers)}", path
+        self._owner, self._path = owner_name(next(self._numbers)), path
 
     def closing(self) -> None:
         """The engine is about to be closed, and what it published goes with it."""
@@ -154,7 +154,7 @@ class Handoffs:
 
     def publish_and_leave(self, path: str, choice: Choice, run: BlockHashes) -> None:
         """Publish as a client that closes before anybody need have fetched."""
-        engine, owner = Engine(path, space(), LAYOUTS[0], len(run)), f"{os.getpid()}.{next(self._numbers)}"
+        engine, owner = Engine(path, space(), LAYOUTS[0], len(run)), owner_name(next(self._numbers))
         try:
             ids = list(range(len(run)))
             engine.cache.write(run, ids)

@@ -48,6 +48,19 @@ class Letter:
     may_be_used: bool = False
 
 
+def owner_name(number: int) -> str:
+    """Return the name of a publisher of this process: another process with its id has other names."""
+    return f"{os.getpid()}-{_began(os.getpid())}.{number}"
+
+
+def _began(pid: int) -> str:
+    """Return when a process began, in ticks since the machine did; "" if there is none with this id."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 class Mailbox:
     """What clients send each other, and who of them has left.
 
@@ -95,8 +108,9 @@ class Mailbox:
         (self._left / owner).touch()
 
     def has_left(self, owner: str) -> bool:
-        """Whether a publisher, named `PID.NUMBER`, has closed, or its process is gone."""
-        return (self._left / owner).exists() or not Path(f"/proc/{owner.split('.', 1)[0]}").exists()
+        """Whether a publisher, named by `owner_name`, has closed, or its process is gone."""
+        pid, began = owner.split(".", 1)[0].split("-")
+        return (self._left / owner).exists() or _began(int(pid)) != began
 
     def is_first(self, key: bytes) -> bool:
         """Note that the blocks of a ticket were delivered; returns whether that happened for the first time."""
