@@ -643,9 +643,8 @@ def test_chain_errors_cross_the_socket(cluster):
     core = cluster.add("a")
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
     fd.close()
-    with pytest.raises(ChainBroken):
-        client.call(Op.LOOKUP, encode([bytes(32), bytes(32), 0, b"short"]), timeout_s=2.0)
-    client.close()
+    with contextlib.closing(client), pytest.raises(ChainBroken):
+        client.call(Op.LOOKUP, encode([[bytes(32), bytes(32), 0, b"short"], 1.0, 0.0]), timeout_s=2.0)
 
 
 def test_ticks_come_only_while_they_are_wanted(wait_until):
