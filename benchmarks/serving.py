@@ -222,7 +222,7 @@ def measure(
             for name in serving_disk.WAYS:
                 stores[name] = kvstore.start(capacity_bytes, name=name, **(tier if name == "disk" else {}))
                 held.callback(stores[name].stop)
-            ways = {name: (_raykv(address, nodes[0], name), {}, own) for name in stores}
+            ways = {name: (_raykv(address, nodes[0], name.split()[0]), {}, own) for name in serving_disk.ENGINES}
             with contextlib.closing(Engines(model, ways)) as engines:
                 for num_tokens in lengths:
                     share = max(lengths) // num_tokens

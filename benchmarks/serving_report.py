@@ -60,12 +60,20 @@ def ratios(rows: Rows) -> Rows:
         ]
     for num_tokens in sorted({row["num_tokens"] for row in rows if row["what"] == "disk tier"}):
         at = {"what": "disk tier", "num_tokens": num_tokens}
-        computed = ms(**at, way="memory", state="cold")
-        found.append({"ratio": "cold: disk tier / none", "num_tokens": num_tokens,
-                      **paired(ms(**at, way="disk", state="cold"), computed)})  # fmt: skip
-        old = ms(**at, way="disk", state="from disk")
-        found.append({"ratio": "from disk / recompute", "num_tokens": num_tokens,
-                      **paired(old, computed[: len(old)])})  # fmt: skip
+        found += [
+            {"ratio": f"cold: {ours} / {theirs}", "num_tokens": num_tokens,
+             **paired(ms(**at, way=ours, state="cold"), ms(**at, way=theirs, state="cold"))}
+            for ours, theirs in (("disk 1", "memory 1"), ("disk 2", "memory 2"), ("memory 2", "memory 1"),
+                                 ("disk 2", "disk 1"))
+        ]  # fmt: skip
+        both = {way: ms(**at, way=f"{way} 1", state="cold") + ms(**at, way=f"{way} 2", state="cold")
+                for way in ("memory", "disk")}  # fmt: skip
+        old = ms(**at, way="disk 1", state="from disk")
+        computed = ms(**at, way="disk 1", state="cold")[: len(old)]
+        found += [
+            {"ratio": "cold: disk tier / none", "num_tokens": num_tokens, **paired(both["disk"], both["memory"])},
+            {"ratio": "from disk / recompute", "num_tokens": num_tokens, **paired(old, computed)},
+        ]
     talks = {row["way"]: row for row in rows if row["what"] == "conversations"}
     for way in sorted(talks.keys() - {"raykv"}):
         found.append(
