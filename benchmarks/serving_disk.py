@@ -1,8 +1,8 @@
 """What a disk tier costs new prompts, and what it gives old ones: the part "disk" of `benchmarks.serving`.
 
 Two stores of the same memory, one of them with a disk tier, and two engines at each: of equal engines one may be some
-per cent slower for its whole life. New prompts come in pairs: the second one is timed, while the blocks of the first are
-being written. Then the prompts that memory has forgotten are asked again.
+per cent slower for its whole life. New prompts come in pairs: the second one is timed, while the blocks of the first
+are being written. Then the prompts that memory has forgotten are asked again.
 """
 
 from __future__ import annotations
