@@ -7,7 +7,8 @@ stopped and started again, and read from disk once more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvstore.actors.session.handles import USE
@@ -45,38 +46,37 @@ def take_round(disk_path: str) -> dict[str, int]:
     return found
 
 
-def _first_life(config: StoreConfig) -> dict[str, int]:
+@contextmanager
+def _life(config: StoreConfig) -> Iterator[tuple[Any, _Engine]]:
     store = start(config, "local", _START_S)
     try:
         engine = _Engine(store)
-        first = engine.hashes(0)
+        yield store, engine
+        engine.client.close()
+    finally:
+        store.stop()
+
+
+def _first_life(config: StoreConfig) -> dict[str, int]:
+    with _life(config) as (store, engine):
+        first, number = engine.hashes(0), 0
         engine.save(first)
         found = {"memory": engine.num_right(first, lambda result: result.num_local)}
         _until("written to disk", lambda: engine.disk(store)["num_written"] >= _NUM_BLOCKS)
-        number = 0
         while engine.client.lookup(first).num_local:
             number += 1
             if number > 1000:
                 raise TransferTimeout("wanted the first blocks evicted by others, got them in memory still")
             engine.save(engine.hashes(number))
         found["disk"] = engine.num_right(first, lambda result: result.num_disk)
-        engine.client.close()
-    finally:
-        store.stop()
     return found
 
 
 def _second_life(config: StoreConfig) -> dict[str, int]:
-    store = start(config, "local", _START_S)
-    try:
-        engine = _Engine(store)
+    with _life(config) as (_, engine):
         first = engine.hashes(0)
         _until("found on disk again", lambda: engine.client.lookup(first).num_disk >= _NUM_BLOCKS)
-        found = {"restart": engine.num_right(first, lambda result: result.num_disk)}
-        engine.client.close()
-    finally:
-        store.stop()
-    return found
+        return {"restart": engine.num_right(first, lambda result: result.num_disk)}
 
 
 class _Engine:
