@@ -8,25 +8,7 @@ import pytest
 from kvstore.blocks.chain import BlockHashes
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
-
-SPACE, NUM_SLOTS, NEVER_S = b"n" * 32, 16, float("inf")
-
-
-def chain(*numbers, space=SPACE):
-    return BlockHashes(space, space, 0, b"".join(number.to_bytes(4, "little") * 8 for number in numbers))
-
-
-def store(pool, hashes):
-    ticket = pool.prepare_store(hashes, "writer")
-    if ticket.write_id:
-        pool.complete_store(ticket.write_id, "writer")
-    pool.check_integrity()
-
-
-def slots_of(pool, hashes):
-    grant = pool.pin_prefix(hashes, "look", NEVER_S)
-    pool.release(grant.lease_id, "look")
-    return list(grant.slots)
+from tests.kvstore.pool.pool_steps import NEVER_S, NUM_SLOTS, SPACE, chain, read, store
 
 
 @pytest.fixture
@@ -42,7 +24,7 @@ def test_a_bad_block_is_taken_out_wherever_it_is(pool, at):
     """A3: removing the head, the middle or the tail ends, and what hangs on it stays."""
     hashes = chain(1, 2, 3, 4, 5)
     store(pool, hashes)
-    slots = slots_of(pool, hashes)
+    slots = read(pool, hashes)
     assert pool.discard([slots[at]]) == 1
     pool.check_integrity()
     assert pool.lookup(hashes) == at
@@ -60,7 +42,7 @@ def test_absent_blocks_are_no_blocks(pool):
     assert pool.discard(list(range(NUM_SLOTS))) == 0
     assert pool.discard([]) == 0
     pool.complete_store(ticket.write_id, "writer")
-    slot = slots_of(pool, hashes)[1]
+    slot = read(pool, hashes)[1]
     assert pool.discard([slot, slot, slot]) == 1
 
 
@@ -72,7 +54,7 @@ def test_a_reader_of_a_bad_block_finishes(pool):
     pool.check_integrity()
     assert pool.lookup(hashes) == 0
     store(pool, hashes)
-    assert not set(slots_of(pool, hashes)) & set(grant.slots), "new blocks, in other slots"
+    assert not set(read(pool, hashes)) & set(grant.slots), "new blocks, in other slots"
     pool.release(grant.lease_id, "reader")
     assert pool.stats().num_free == NUM_SLOTS - 3
 
@@ -81,7 +63,7 @@ def test_bad_blocks_are_told_as_gone(pool):
     hashes = chain(1, 2)
     store(pool, hashes)
     pool.drain_events()
-    pool.discard(slots_of(pool, hashes)[1:])
+    pool.discard(read(pool, hashes)[1:])
     assert pool.drain_events() == [(False, hashes[1])]
     assert pool.present(hashes.hashes()) == {hashes[0]}
     assert pool.present([]) == set()
@@ -90,7 +72,7 @@ def test_bad_blocks_are_told_as_gone(pool):
 def test_blocks_are_held_by_their_slots(pool):
     hashes = chain(1, 2, 3)
     store(pool, hashes)
-    slots = slots_of(pool, hashes)
+    slots = read(pool, hashes)
     lease_id, held = pool.hold([*reversed(slots), 12], SPACE, "tier")
     assert [(block.slot, block.block_hash) for block in held] == list(
         zip(reversed(slots), reversed(hashes.hashes()), strict=True)
@@ -109,7 +91,7 @@ def test_a_hold_is_within_the_budget_of_pins():
     pool = Pool(NUM_SLOTS, max_pinned=2)
     hashes = chain(1, 2, 3, 4)
     store(pool, hashes)
-    slots = [*slots_of(pool, hashes[:2]), 2, 3]
+    slots = [*read(pool, hashes[:2]), 2, 3]
     lease_id, held = pool.hold(slots, SPACE, "tier")
     assert len(held) == 2
     assert pool.hold([2, 3], SPACE, "tier") == (0, [])
@@ -124,7 +106,7 @@ def test_a_hold_is_within_the_budget_of_pins():
 def test_cleared_blocks_are_neither_held_nor_taken_out(pool):
     hashes = chain(1, 2)
     store(pool, hashes)
-    slots = slots_of(pool, hashes)
+    slots = read(pool, hashes)
     pool.begin_clear(SPACE)
     assert pool.hold(slots, SPACE, "tier") == (0, [])
     assert pool.discard(slots) == 0
@@ -181,7 +163,7 @@ def test_uses_are_told_as_eviction_hears_of_them():
     hashes = chain(1, 2, 3)
     store(pool, hashes)
     assert told == [], "what is new is published"
-    slots = slots_of(pool, hashes)
+    slots = read(pool, hashes)
     assert told == [(SPACE, slots, True)]
     pool.lookup(hashes)
     store(pool, chain(1, 2, 3, 4))

@@ -4,29 +4,9 @@ import random
 
 import pytest
 
-from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.pool import Pool
-
-SPACE, NUM_SLOTS, NEVER_S = b"n" * 32, 16, float("inf")
-
-
-def chain(*numbers, space=SPACE):
-    return BlockHashes(space, space, 0, b"".join(number.to_bytes(4, "little") * 8 for number in numbers))
-
-
-def store(pool, hashes):
-    ticket = pool.prepare_store(hashes, "writer")
-    if ticket.write_id:
-        pool.complete_store(ticket.write_id, "writer")
-    pool.check_integrity()
-
-
-def read(pool, hashes):
-    grant = pool.pin_prefix(hashes, "look", NEVER_S)
-    pool.release(grant.lease_id, "look")
-    pool.check_integrity()
-    return list(grant.slots)
+from tests.kvstore.pool.pool_steps import NEVER_S, NUM_SLOTS, SPACE, chain, read, store
 
 
 @pytest.fixture(params=["lru", "learned"])
