@@ -67,6 +67,7 @@ def show(outcome: Outcome) -> None:
 
 @click.command(help=__doc__)
 @click.option("--minutes", type=click.FloatRange(0.1), default=10.0, show_default=True, help="How long clients work.")
+@click.option("--faults", type=click.IntRange(0), default=0, help="Work longer until so many faults have happened.")
 @click.option("--seed", type=click.IntRange(0), help="Of all choices; drawn and printed when not given.")
 @click.option("--clients", type=click.IntRange(2), default=8, show_default=True, help="Client processes.")
 @click.option("--lane", type=click.Choice(["default", "tcp"]), default="tcp", show_default=True)
@@ -74,7 +75,14 @@ def show(outcome: Outcome) -> None:
 @click.option("--keep-logs", is_flag=True, help="Also when nothing is wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 def main(
-    minutes: float, seed: int | None, clients: int, lane: str, only_disk: bool, keep_logs: bool, as_json: bool
+    minutes: float,
+    faults: int,
+    seed: int | None,
+    clients: int,
+    lane: str,
+    only_disk: bool,
+    keep_logs: bool,
+    as_json: bool,
 ) -> None:
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     print(f"soak of {minutes:g} min, {clients} clients, lane {lane}, --seed {seed}", file=sys.stderr)
@@ -88,6 +96,7 @@ def main(
             keep_logs=keep_logs,
             say=say,
             only_disk=only_disk,
+            num_faults=faults,
         )
     if as_json:
         print(as_document({**outcome.to_json(), **provenance()}), end="")

@@ -106,6 +106,7 @@ def soak(
     keep_logs: bool,
     say: Callable[[str], None],
     only_disk: bool = False,
+    num_faults: int = 0,
 ) -> Outcome:
     """Run a soak; what is wrong is in the outcome's findings.
 
@@ -117,6 +118,7 @@ def soak(
         keep_logs: also when nothing is wrong.
         say: is told now and then what goes on.
         only_disk: have only the faults of the disk, and what may cross them.
+        num_faults: clients work longer than `minutes` until so many faults have happened.
     """
     outcome = Outcome(seed=seed, minutes=minutes, num_clients=num_clients, lane=lane)
     folder = Path(tempfile.mkdtemp(prefix="raykv-soak-", dir="/tmp"))
@@ -137,7 +139,7 @@ def soak(
             disks = DiskFaults(disk_root, folder / "disk-control", random.Random(f"{seed}/disk"))
             try:
                 target = StoreUnderTest(store, node_ids, folder, mark)
-                _Soak(outcome, target, disks, folder, mark, say).run(only_disk)
+                _Soak(outcome, target, disks, folder, mark, say).run(only_disk, num_faults)
             finally:
                 say("stopping the store")
                 store.stop()
@@ -209,9 +211,9 @@ class _Soak:
         self._disk_threads: list[str] = []
         self._log = (folder / "faults.log").open("w", buffering=1)
 
-    def run(self, only_disk: bool) -> None:
+    def run(self, only_disk: bool, num_faults: int) -> None:
         try:
-            self._run(only_disk)
+            self._run(only_disk, num_faults)
         except NotRecovered as error:
             self._finding(str(error))
         finally:
@@ -221,7 +223,7 @@ class _Soak:
             self._outcome.counts, self._outcome.slowest_s = self._fleet.counts, self._fleet.slowest_s
             self._log.close()
 
-    def _run(self, only_disk: bool) -> None:
+    def _run(self, only_disk: bool, num_faults: int) -> None:
         before, driver_before = self._at_rest(), audit.held_by(os.getpid())
         self._target.wait_disks_on(RECOVERY_S["disk"])
         self._disk_threads = self._target.disk_threads(0)
@@ -235,8 +237,9 @@ class _Soak:
         self._began_s = time.monotonic()
         end_s = self._began_s + 60.0 * self._outcome.minutes
         for choice in faults(self._outcome.seed, only_disk):
-            self._wait(min(choice.pause_s, end_s - time.monotonic()))
-            if time.monotonic() >= end_s:
+            has_enough = self._outcome.faults.total() >= num_faults
+            self._wait(min(choice.pause_s, end_s - time.monotonic()) if has_enough else choice.pause_s)
+            if has_enough and time.monotonic() >= end_s:
                 break
             self._suffer(choice)
             if choice.alone:
