@@ -1,293 +1,338 @@
-"""A very small serving engine for examples/prefill_decode.py: a Llama with a paged KV cache on the CPU or a GPU.
+"""A very small serving engine for examples/prefill_decode.py: a transformers model with a paged KV cache.
 
-Why outputs can be identical to the last bit. Floating-point sums depend on their order, and a matrix product
-over 800 rows adds in another order than one over 32: prefill the same prompt in one step or in many, and KV
-differs by about 1e-6. So prefill always runs in steps of exactly one block, counted from the first token, with
-one thread. Then the KV of a block depends on nothing but the tokens up to its end: not on who computed it, nor
-on what came after it in that prompt, nor on how much was found in a store. Whatever is left after the last full
-block (or the last token again, when nothing is) is one more step, and gives the logits of the first new token.
-A store may keep full prompt blocks only: those of an answer were computed token by token, so the next turn's
-prefill computes them anew. On a GPU the same holds where torch is told to be deterministic.
+Where KV comes from, in this order: pages that this engine still has (`PagedPrefixCache`), a page that is equal in part
+(copied), the store (memory or disk of this node, other nodes) or a hand-off, and what is then missing is computed. What
+one request computed is inserted for the next ones of this engine, and saved for those of all.
+
+Why outputs can be identical to the last bit: see `PagedRunner`. Every step of the model has the same number of rows and
+begins at a multiple of it, with one thread, or on a GPU with torch told to be deterministic. So the KV of a token
+depends on the tokens up to it alone, also that of an answer, and of drafts that were accepted.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import random
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from demo_models import Reference, answer_from_nothing, build_model, digest_of, same_bits
 from demo_prompts import BLOCK_SIZE
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvstore
+from kvstore.integrations.transformers.paged import BroughtTokens, PagedKVCache, PagedRunner, PagedStore, PagedTicket
+from kvstore.integrations.transformers.paged.store import wait_saved
+from kvstore.paged.request import PagedRequest
 
-SHAPE = kvstore.KVShape(num_layers=8, num_kv_heads=4, head_dim=64, dtype="float32", block_size=BLOCK_SIZE)
-NUM_BLOCKS = 128
-JOB_TIMEOUT_S = 30.0
-
-Layers = list[tuple[torch.Tensor, torch.Tensor]]
-"""K and V of each layer, each [1, num_kv_heads, num_tokens, head_dim]."""
-
-
-def build_model() -> LlamaForCausalLM:
-    """Return the same model in every process: random weights, fixed seed."""
-    torch.manual_seed(20)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=512,
-        head_dim=SHAPE.head_dim,
-        num_hidden_layers=SHAPE.num_layers,
-        num_attention_heads=8,
-        num_key_value_heads=SHAPE.num_kv_heads,
-        max_position_embeddings=NUM_BLOCKS * BLOCK_SIZE,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32",
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def digest_of(model: LlamaForCausalLM) -> str:
-    """Return a digest of the weights: workers with other weights get another namespace, so never a hit."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two float32 tensors hold the same bits: unlike ==, tells -0.0 from 0.0."""
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-
-
-def cache_of(layers: Layers) -> DynamicCache:
-    """Return what transformers computes with, holding these layers."""
-    cache = DynamicCache()
-    for index, (keys, values) in enumerate(layers):
-        cache.update(keys, values, index)
-    return cache
-
-
-def layers_of(cache: DynamicCache, num_tokens: int) -> Layers:
-    """Return the first tokens' KV; growing the cache later leaves it as it is."""
-    return [(layer.keys[..., :num_tokens, :], layer.values[..., :num_tokens, :]) for layer in cache.layers]
-
-
-class PagedCache:
-    """An engine's paged KV cache: one tensor per layer, [2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim]."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        dims = (2, NUM_BLOCKS, BLOCK_SIZE, SHAPE.num_kv_heads, SHAPE.head_dim)
-        self.tensors = [torch.full(dims, torch.nan, device=device) for _ in range(SHAPE.num_layers)]
-        # In no order, as the blocks of a cache that has been in use for a while.
-        self._free = random.Random(1).sample(range(NUM_BLOCKS), NUM_BLOCKS)
-
-    def take(self, num_blocks: int) -> list[int]:
-        """Return ids of blocks to use."""
-        taken, self._free = self._free[:num_blocks], self._free[num_blocks:]
-        assert len(taken) == num_blocks, f"wanted {num_blocks} blocks, {len(taken)} are free"
-        return taken
-
-    def give_back(self, block_ids: list[int]) -> None:
-        """Take blocks back, poisoned, so that a byte that a load forgets cannot go unnoticed."""
-        for tensor in self.tensors:
-            tensor[:, block_ids] = torch.nan
-        self._free += block_ids
-
-    def scatter(self, block_ids: list[int], layers: Layers) -> None:
-        """Write the KV of whole blocks."""
-        for tensor, planes in zip(self.tensors, layers, strict=True):
-            for plane, rows in enumerate(planes):
-                tensor[plane, block_ids] = rows[0].transpose(0, 1).unflatten(0, (-1, BLOCK_SIZE))
-
-    def gather(self, block_ids: list[int]) -> Layers:
-        """Return a copy of the KV of whole blocks, contiguous."""
-
-        def rows(plane: torch.Tensor) -> torch.Tensor:
-            return plane[block_ids].flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous()
-
-        return [(rows(tensor[0]), rows(tensor[1])) for tensor in self.tensors]
+PIECE_TOKENS = 128
+"""Of a prompt, computed and saved at once: as long as layers with a window keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine is made of.
+
+    Args:
+        model: a key of demo_models.KINDS.
+        size: "demo", or "tiny" for tests.
+        page_size: tokens of a page.
+        num_pages: pages of the layers that see all tokens; None for 4096 tokens.
+        num_window_tokens: tokens of the pages of layers with a window; None for as many as the others.
+        block_size: tokens of a stored block.
+        step_tokens: rows of a step of the model.
+        num_draft_tokens: tokens that are guessed ahead of each step of decoding; 0 for none.
+        device: of the model.
+        salt: keeps tenants apart.
+    """
+
+    model: str = "llama"
+    size: str = "demo"
+    page_size: int = 16
+    num_pages: int | None = None
+    num_window_tokens: int | None = None
+    block_size: int = BLOCK_SIZE
+    step_tokens: int = 16
+    num_draft_tokens: int = 0
+    device: str = "cpu"
+    salt: bytes = b""
+
+
+@dataclass(kw_only=True)
 class Answer:
-    """What one run of a request computed.
+    """What a request came to.
 
     Args:
         tokens: chosen greedily.
         logits: those that each was chosen by, [num_tokens, vocab_size].
+        num_engine_tokens: tokens of the prompt in pages that this engine had.
+        num_copied_tokens: of them, those copied out of a page that is equal in part.
+        brought: what came from the store or a hand-off.
+        num_drafted: tokens that were guessed.
+        num_accepted: of them, those that the model would have chosen.
         first_token_s: seconds from the request's arrival to its first token.
+        same_kv: whether the KV of the prompt equals a reference's; None without one.
     """
 
-    tokens: list[int]
-    logits: torch.Tensor
-    first_token_s: float
+    tokens: list[int] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+    num_engine_tokens: int = 0
+    num_copied_tokens: int = 0
+    brought: BroughtTokens = field(default_factory=lambda: BroughtTokens(num_tokens=0))
+    num_drafted: int = 0
+    num_accepted: int = 0
+    first_token_s: float = 0.0
+    same_kv: bool | None = None
 
 
 class Engine:
-    """Model, paged cache and the client of this node's store; the two workers below are made of it.
+    """Model, paged cache, and the clients of this node's store.
 
-    With `peers`, nodes to fetch from, hand-offs go from GPU to GPU where they can.
+    Args:
+        store: as `kvstore.start` returns it; None for the engine's own cache alone.
+        options: of the engine.
+        peers: nodes to fetch hand-offs from, from GPU to GPU where that works; None for host memory.
     """
 
-    def __init__(self, store: Any, device: str = "cpu", peers: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, store: Any, options: EngineOptions = EngineOptions(), peers: tuple[str, ...] | None = None
+    ) -> None:
         torch.set_num_threads(1)  # Sums of several threads may be added in another order.
         torch.set_grad_enabled(False)
-        if device != "cpu":
+        if options.device != "cpu":
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # What cuBLAS needs for the same.
             torch.use_deterministic_algorithms(True)
-        self.device = device
-        self.model = build_model().to(device)
-        self.space = kvstore.Namespace(model="demo-llama", revision=digest_of(self.model), shape=SHAPE)
-        self.pages = PagedCache(device)
-        self.client = store.client(self.space)
-        self.client.register_kv_caches(self.pages.tensors)
-        if peers is not None:
-            self.client.attach_handoff("64MiB", peers)
+        self.options, page_size = options, options.page_size
+        self.model = build_model(options.model, options.size).to(options.device)
+        windows = options.num_window_tokens
+        self.cache = PagedKVCache(
+            self.model,
+            page_size=page_size,
+            num_pages=options.num_pages or 4096 // page_size,
+            num_window_pages=windows and -(-windows // page_size),
+            align_tokens=options.block_size,
+        )
+        self.runner = PagedRunner(self.model, self.cache, options.step_tokens)
+        self.revision = digest_of(self.model)
+        self.store = None
+        if store is not None:
+            self.store = PagedStore(
+                store,
+                self.cache,
+                model=f"demo-{options.model}",
+                revision=self.revision,
+                block_size=options.block_size,
+                salt=options.salt,
+            )
+        if self.store is not None and peers is not None:
+            self.store.attach_handoff("64MiB", peers)
 
     def ready(self) -> str:
-        """Return the namespace's digest, by which the driver sees that both workers hold one model."""
-        return self.space.digest.hex()
+        """Return the digest of the weights, by which the driver sees that all workers hold one model."""
+        return self.revision
+
+    def forget(self) -> int:
+        """Evict all pages that no request holds, as if other requests had needed them; returns how many."""
+        index = self.cache.index
+        return sum(index.evict(allocator.num_pages, group) for group, allocator in enumerate(index.allocators))
 
     def close(self) -> None:
         """Give everything back to the store."""
-        self.client.close()
+        if self.store is not None:
+            self.store.close()
 
-    def step(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
-        """Run the model on the next tokens, which the cache then holds; returns the last one's logits."""
-        output = self.model(
-            torch.tensor([tokens], device=self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
-        return output.logits[0, -1]
+    def serve(
+        self,
+        prompt: list[int],
+        num_tokens: int,
+        *,
+        ticket: PagedTicket | None = None,
+        is_handoff: bool = False,
+        reference: Reference | None = None,
+        finish: Callable[[PagedRequest], object] | None = None,
+    ) -> Answer:
+        """Bring or compute the KV of a prompt, and answer it.
 
-    def compute_blocks(self, tokens: list[int], cache: DynamicCache) -> int:
-        """Compute the full blocks that the cache lacks, one step each; returns how many those were."""
-        starts = range(cache.get_seq_length(), len(tokens) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE)
-        for start in starts:
-            self.step(tokens[start : start + BLOCK_SIZE], cache)
-        return len(starts)
+        Args:
+            prompt: token ids, at least one.
+            num_tokens: of the answer; 0 for the KV alone.
+            ticket: of a prefill worker, which has the prompt's blocks.
+            is_handoff: ask the ticket only, and store nothing.
+            reference: to compare the KV with.
+            finish: is called with the request while it still has its pages.
+        """
+        arrived_s, answer = time.perf_counter(), Answer()
+        request = self.cache.index.acquire(prompt, salt=self.options.salt)
+        try:
+            copies = request.prepare_copy()
+            if copies:
+                self.cache.copy(copies)
+                answer.num_copied_tokens = request.complete_copy()
+            answer.num_engine_tokens = request.num_tokens
+            if ticket is not None and self.store is not None:
+                answer.brought = self.store.fetch(request, ticket)
+            elif self.store is not None and not is_handoff:
+                answer.brought = self.store.load(request, prompt)
+            request.insert(prompt, min(request.num_tokens, len(prompt)))
+            logits = self._compute(request, prompt, saves=not is_handoff)
+            answer.tokens.append(int(logits[-1].argmax()))
+            answer.first_token_s = time.perf_counter() - arrived_s
+            answer.logits = self._decode(request, prompt, answer, num_tokens, logits[-1:], not is_handoff)
+            self._keep(request, prompt + answer.tokens, saves=not is_handoff)
+            if reference is not None:
+                answer.same_kv = self._equals(request, reference, len(prompt))
+            if finish is not None:
+                finish(request)
+        finally:
+            request.release()
+        answer.tokens = answer.tokens[:num_tokens]
+        return answer
 
-    def generate(self, prompt: list[int], cache: DynamicCache, num_tokens: int, arrived_s: float) -> Answer:
-        """Compute what is left of the prompt, at least its last token, and go on greedily."""
-        known = cache.get_seq_length()
-        if known == len(prompt):
-            known -= 1
-            cache = cache_of(layers_of(cache, known))
-        logits = [self.step(prompt[known:], cache)]
-        tokens = [int(logits[0].argmax())]
-        first_token_s = time.perf_counter() - arrived_s
-        while len(tokens) < num_tokens:
-            logits.append(self.step(tokens[-1:], cache))
-            tokens.append(int(logits[-1].argmax()))
-        return Answer(tokens=tokens, logits=torch.stack(logits), first_token_s=first_token_s)
+    def _compute(self, request: PagedRequest, prompt: list[int], saves: bool) -> torch.Tensor:
+        """Compute what is left of the prompt; returns the last token's logits."""
+        known = request.num_tokens
+        while True:
+            stop = min(known + PIECE_TOKENS, len(prompt))
+            request.extend(stop - known)
+            logits = self.runner.run(request, prompt[:stop], known)
+            if stop > known:
+                self._keep(request, prompt[:stop], saves)
+            known = stop
+            if known == len(prompt):
+                return logits
 
-    def load(self, hashes: kvstore.BlockHashes) -> tuple[list[int], kvstore.LoadResult]:
-        """Bring the stored prefix of a prompt into blocks of the paged cache; they belong to the caller."""
-        found = hashes[: self.client.lookup(hashes).num_blocks]
-        block_ids = self.pages.take(len(found))
-        result = self.client.load(found, block_ids).result(JOB_TIMEOUT_S)
-        # A load is not all or nothing: what it did not deliver is computed like any miss.
-        self.pages.give_back(block_ids[result.num_blocks :])
-        return block_ids[: result.num_blocks], result
+    def _decode(
+        self,
+        request: PagedRequest,
+        prompt: list[int],
+        answer: Answer,
+        num_tokens: int,
+        logits: torch.Tensor,
+        saves: bool,
+    ) -> torch.Tensor:
+        """Go on greedily, with drafts if the engine has them; returns the logits of all tokens."""
+        parts, kept = [logits], request.num_tokens
+        while len(answer.tokens) < num_tokens:
+            tokens = prompt + answer.tokens
+            drafts = draft(tokens, min(self.options.num_draft_tokens, num_tokens - len(answer.tokens) - 1))
+            request.prepare_step(1 + len(drafts))
+            num_accepted = 0
+            try:
+                logits = self.runner.run(request, tokens + drafts, len(tokens) - 1, 1 + len(drafts))
+                chosen = logits.argmax(-1).tolist()
+                while num_accepted < len(drafts) and drafts[num_accepted] == chosen[num_accepted]:
+                    num_accepted += 1
+            finally:
+                request.complete_step(1 + num_accepted)
+            parts.append(logits[: 1 + num_accepted])
+            answer.tokens += chosen[: 1 + num_accepted]
+            answer.num_drafted += len(drafts)
+            answer.num_accepted += num_accepted
+            if request.num_tokens >= kept + PIECE_TOKENS:
+                self._keep(request, prompt + answer.tokens, saves)
+                kept = request.num_tokens
+        return torch.cat(parts)[: max(1, num_tokens)]
+
+    def _keep(self, request: PagedRequest, tokens: list[int], saves: bool) -> None:
+        """Let later requests find what was computed, here and, if `saves`, in the store."""
+        num_computed = request.num_tokens
+        request.insert(tokens, num_computed)
+        if saves and self.store is not None:
+            for _ in wait_saved(self.store.save(request, tokens, num_computed)):
+                pass
+        request.trim_windows(num_computed)
+
+    def _equals(self, request: PagedRequest, reference: Reference, num_tokens: int) -> bool:
+        """Whether the KV of the prompt that is in pages has the bits of the reference, as far as that has it."""
+        for group, (layers, tensors) in enumerate(zip(self.cache.layer_groups, self.cache.tensors, strict=True)):
+            slots = torch.from_numpy(request.slots(0, num_tokens, group)).to(self.cache.device)
+            num_missing = int((slots < 0).sum())  # Before the window.
+            for index, tensor in zip(layers.layers, tensors, strict=True):
+                for plane, computed in enumerate(reference.layers[index]):
+                    begin = reference.num_tokens - computed.shape[2]
+                    first = max(num_missing, begin)
+                    mine = tensor.flatten(1, 2)[plane, slots[first:]].transpose(0, 1)
+                    if not same_bits(mine, computed[0, :, first - begin : num_tokens - begin]):
+                        return False
+        return True
+
+
+def draft(tokens: list[int], num_tokens: int) -> list[int]:
+    """Guess how tokens go on: as they went on after the last two tokens came before."""
+    for start in range(len(tokens) - 3, -1, -1):
+        if num_tokens > 0 and tokens[start : start + 2] == tokens[-2:]:
+            return tokens[start + 2 : start + 2 + num_tokens]
+    return []
 
 
 class PrefillWorker(Engine):
-    """Computes the KV of prompts and saves it."""
+    """Computes the KV of prompts, and saves it or hands it off."""
 
     def prefill(self, prompt: list[int]) -> dict[str, float]:
         """Make all full blocks of a prompt findable; returns what that took."""
-        arrived_s = time.perf_counter()
-        hashes = self.space.block_hashes(prompt)
-        block_ids, loaded = self.load(hashes)
-        cache = cache_of(self.pages.gather(block_ids)) if block_ids else DynamicCache()
-        num_computed = self.compute_blocks(prompt, cache)
-        if num_computed:
-            first = len(block_ids) * BLOCK_SIZE
-            block_ids += self.pages.take(num_computed)
-            fresh = [(keys[..., first:, :], values[..., first:, :]) for keys, values in layers_of(cache, len(prompt))]
-            self.pages.scatter(block_ids[-num_computed:], fresh)
-            self.client.save(hashes, block_ids).result(JOB_TIMEOUT_S)
-        self.pages.give_back(block_ids)
+        began_s = time.perf_counter()
+        if len(prompt) < self.options.block_size:
+            return {"num_tokens_reused": 0, "num_tokens_computed": 0, "seconds": 0.0}
+        answer = self.serve(prompt, 0)
+        num_reused = answer.num_engine_tokens + answer.brought.num_tokens
         return {
-            "num_blocks_reused": loaded.num_blocks,
-            "num_blocks_computed": num_computed,
-            "seconds": time.perf_counter() - arrived_s,
+            "num_tokens_reused": num_reused,
+            "num_tokens_computed": len(prompt) - num_reused,
+            "seconds": time.perf_counter() - began_s,
         }
 
-    def prefill_and_hand_off(self, prompt: list[int]) -> kvstore.HandoffTicket | None:
-        """Compute all full blocks of a prompt and publish them for one decode worker; None when there are none."""
-        cache = DynamicCache()
-        num_blocks = self.compute_blocks(prompt, cache)
-        if num_blocks == 0:
+    def prefill_and_hand_off(self, prompt: list[int]) -> PagedTicket | None:
+        """Compute a prompt, and publish its full blocks for one decode worker; None when there are none."""
+        store, tickets = self.store, list[PagedTicket | None]()
+        if store is None or len(prompt) < self.options.block_size:
             return None
-        block_ids = self.pages.take(num_blocks)
-        self.pages.scatter(block_ids, layers_of(cache, num_blocks * BLOCK_SIZE))
-        ticket = self.client.publish(block_ids)
-        self.pages.give_back(block_ids)  # Poisoned: what is published is a copy.
-        return ticket
+        self.serve(prompt, 0, is_handoff=True, finish=lambda held: tickets.append(store.publish(held, len(prompt))))
+        return tickets[0]
 
 
 class DecodeWorker(Engine):
-    """Answers prompts: once without any store, as the measure of all, and once with it."""
+    """Answers prompts: once without any cache, as the measure of all, and once with all of them."""
 
-    def answer_without_store(self, prompt: list[int], num_tokens: int) -> None:
+    def answer_without_cache(self, prompt: list[int], num_tokens: int) -> None:
         """Compute prompt and answer from nothing, in the same steps, and remember KV and logits."""
-        cache, arrived_s = DynamicCache(), time.perf_counter()
-        num_blocks = self.compute_blocks(prompt, cache)
-        self._reference_layers = layers_of(cache, num_blocks * BLOCK_SIZE) if num_blocks else []
-        self._reference = self.generate(prompt, cache, num_tokens, arrived_s)
-
-    def fetch(self, ticket: kvstore.HandoffTicket | None) -> tuple[list[int], kvstore.LoadResult]:
-        """Bring handed-off blocks into blocks of the paged cache; they belong to the caller."""
-        if ticket is None:
-            return [], kvstore.LoadResult(num_blocks=0)
-        block_ids = self.pages.take(ticket.num_blocks)
-        result = self.client.fetch(ticket, block_ids).result(JOB_TIMEOUT_S)
-        self.pages.give_back(block_ids[result.num_blocks :])
-        return block_ids[: result.num_blocks], result
+        self._reference = answer_from_nothing(self.model, prompt, num_tokens, self.options.step_tokens)
 
     def answer(
-        self, prompt: list[int], num_tokens: int, handoff: bool = False, ticket: kvstore.HandoffTicket | None = None
+        self, prompt: list[int], num_tokens: int, is_handoff: bool = False, ticket: PagedTicket | None = None
     ) -> dict[str, object]:
-        """Answer with the store's help, or from a hand-off; then compare with the run above and an ordinary one.
+        """Answer with all help there is; then compare with the run above and an ordinary one.
 
-        The ordinary run prefills the whole prompt in one step, which is the fastest way there is without a
-        store. It is what time to first token is compared with; its logits differ by rounding, its tokens may not.
+        The ordinary run prefills the whole prompt in one step, which is the fastest way there is without a cache. It is
+        what time to first token is compared with; its logits differ by rounding.
         """
-        arrived_s = time.perf_counter()
-        hashes = self.space.block_hashes(prompt)
-        block_ids, loaded = self.fetch(ticket) if handoff else self.load(hashes)
-        layers = self.pages.gather(block_ids) if block_ids else []
-        cache = cache_of(layers)
-        num_computed = self.compute_blocks(prompt, cache)
-        cached = self.generate(prompt, cache, num_tokens, arrived_s)
-        self.pages.give_back(block_ids)
-        ordinary = self.generate(prompt, DynamicCache(), num_tokens, time.perf_counter())
-        num_known = len(block_ids) * BLOCK_SIZE
-        same_kv = all(
-            same_bits(loaded_plane, computed_plane[..., :num_known, :])
-            for loaded_pair, computed_pair in zip(layers, self._reference_layers, strict=False)
-            for loaded_plane, computed_plane in zip(loaded_pair, computed_pair, strict=True)
-        )
+        reference = self._reference
+        answer = self.serve(prompt, num_tokens, ticket=ticket, is_handoff=is_handoff, reference=reference)
+        began_s = time.perf_counter()
+        self.model(torch.tensor([prompt], device=self.options.device), logits_to_keep=1).logits.argmax().item()
+        ordinary_s = time.perf_counter() - began_s
+        results, size = answer.brought.results, self.options.block_size
+        loaded = results[0] if results else kvstore.LoadResult(num_blocks=0)
+        num_blocks, num_engine = len(prompt) // size, answer.num_engine_tokens // size
         return {
             "num_prompt_tokens": len(prompt),
-            "num_blocks": len(hashes),
-            "num_blocks_own": loaded.num_local,
+            "num_blocks": num_blocks,
+            "num_tokens_engine": answer.num_engine_tokens,
+            "num_tokens_copied": answer.num_copied_tokens,
+            "num_blocks_engine": num_engine,
+            "num_blocks_own": loaded.num_local + loaded.num_disk,
             "num_blocks_peer": loaded.num_peer,
-            "num_blocks_recomputed": num_computed,
+            "num_blocks_recomputed": num_blocks - num_engine - loaded.num_local - loaded.num_disk - loaded.num_peer,
             "not_loaded_because": loaded.failed[0].detail if loaded.failed else "",
             "route": getattr(loaded, "route", ""),
-            "nixl_bytes": loaded.num_bytes,
+            "nixl_bytes": sum(result.num_bytes for result in results),
             "nixl_gb_per_s": loaded.num_bytes / loaded.read_s / 1e9 if loaded.num_bytes else 0.0,
-            "ttft_cached_s": cached.first_token_s,
-            "ttft_uncached_s": ordinary.first_token_s,
-            "kv_identical": same_kv,
-            "logits_identical": same_bits(cached.logits, self._reference.logits),
-            "tokens_identical": cached.tokens == self._reference.tokens == ordinary.tokens,
-            "answer": cached.tokens,
+            "num_drafted": answer.num_drafted,
+            "num_accepted": answer.num_accepted,
+            "ttft_cached_s": answer.first_token_s,
+            "ttft_uncached_s": ordinary_s,
+            "kv_identical": bool(answer.same_kv),
+            "logits_identical": answer.logits is not None and same_bits(answer.logits, reference.logits),
+            "tokens_identical": answer.tokens == reference.tokens,
+            "answer": answer.tokens,
         }

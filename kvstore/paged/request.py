@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest, PoolExhausted
+from kvstore.paged.copying import PageCopy, PendingCopy, find_source, lock_source
 from kvstore.paged.evicting import make_room
 from kvstore.paged.node import Node, RootKey
 from kvstore.paged.sequence import SequencePages
 from kvstore.paged.tokens import TOKEN_BYTES, EncodedTokens, TokenIds, encode_tokens
 from kvstore.paged.tree import PrefixTree
 from kvstore.paged.units import Pages, Slots, check_count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopy:
-    """A copy that the caller makes: the first tokens of one page into another of the same group."""
-
-    group: int
-    source_page: int
-    target_page: int
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class _PendingCopy:
-    node: Node
-    page: int
-    num_tokens: int
-    targets: list[Pages]
 
 
 class PagedRequest:
@@ -56,9 +38,10 @@ class PagedRequest:
     ) -> None:
         self._tree, self._key, self._prompt, self._limit_tokens = tree, key, prompt, limit_tokens
         self._node, self._sequences, self._on_release = node, sequences, on_release
-        self._copy: _PendingCopy | None = None
+        self._copy: PendingCopy | None = None
         self._first_pages = [0] * len(sequences)
         self._num_copied_until = 0  # Tokens up to the end of the last copy, a prepared one, too.
+        self._is_step_whole = False
         self._is_released = False
         self.num_cached_tokens = self.num_tokens
         """Leading tokens that need no computing, because the cache had them: `skip_prefix_tokens` of a load."""
@@ -106,23 +89,36 @@ class PagedRequest:
         self._make_room(self._count("extend", num_tokens))
         return tuple(sequence.extend(int(num_tokens)) for sequence in self._sequences)
 
-    def prepare_step(self, num_tokens: int) -> tuple[Slots, ...]:
+    def prepare_step(self, num_tokens: int, *, only_windows: bool = False) -> tuple[Slots, ...]:
         """Reserve slots for tokens that may be rejected; `complete_step` says how many stay.
+
+        Args:
+            num_tokens: of the step.
+            only_windows: groups with a window get pages only for the window of the token after the step, and slots of
+                -1 before it: for KV that comes from elsewhere at once. Then the step is accepted whole, or not at all.
 
         Raises:
             InvalidRequest, PoolExhausted: as for `extend`.
         """
-        self._make_room(self._count("prepare_step", num_tokens))
-        return tuple(sequence.prepare_step(int(num_tokens)) for sequence in self._sequences)
+        end = self.num_tokens + self._count("prepare_step", num_tokens)
+        page_size = self._tree.page_size
+        firsts = [group.first_page(end, page_size) if only_windows else 0 for group in self._tree.groups]
+        self._make_room(num_tokens, firsts)
+        self._is_step_whole = only_windows and bool(self._tree.windows)
+        steps = zip(self._sequences, firsts, strict=True)
+        return tuple(sequence.prepare_step(int(num_tokens), first) for sequence, first in steps)
 
     def complete_step(self, num_accepted: int) -> None:
         """Keep the first tokens of the prepared step, and give back what only the others needed.
 
         Raises:
-            InvalidRequest: more than were reserved, or the request was released; nothing was changed.
+            InvalidRequest: more than were reserved, a part of a step with `only_windows`, or the request was released;
+                nothing was changed.
         """
         self._check("complete_step")
-        check_count("complete_step", "num_accepted", num_accepted, self._sequences[0].num_step_tokens)
+        most = self._sequences[0].num_step_tokens
+        if check_count("complete_step", "num_accepted", num_accepted, most) not in (0, most) and self._is_step_whole:
+            raise InvalidRequest(f"complete_step: wanted 0 or all {most} tokens of this step, got {num_accepted}")
         for sequence in self._sequences:
             sequence.complete_step(num_accepted)
 
@@ -145,24 +141,23 @@ class PagedRequest:
         start = self._node if self._node.parent is not None else self._tree.roots.get(self._key)
         if start is None or limit_tokens <= self.num_tokens:
             return ()
-        found = self._tree.find(start, self._prompt.data, self.num_tokens)
-        best = self._tree.best_partial(found, self._prompt.data, limit_tokens)
-        if best is None or any(int(pages[best[1]]) < 0 for pages in best[0].pages):
+        source = find_source(self._tree, start, self._prompt.data, self.num_tokens, limit_tokens)
+        if source is None:
             return ()
-        node, index, num_tokens = best
-        sources = [int(pages[index]) for pages in node.pages]
-        self._lock_source(node, 1)
+        page = self._node.end_page
+        lock_source(self._tree, source, page, 1)
         try:
             self._make_room(1)
         except PoolExhausted:
-            self._lock_source(node, -1)
+            lock_source(self._tree, source, page, -1)
             return ()
         targets = [sequence.allocator.alloc(1) for sequence in self._sequences]
-        self._copy = _PendingCopy(node, self._node.end_page, num_tokens, targets)
-        self._num_copied_until = self.num_tokens + num_tokens
+        self._copy = PendingCopy(source, page, targets)
+        self._num_copied_until = self.num_tokens + source.num_tokens
+        pages = zip(source.pages, targets, strict=True)
         return tuple(
-            PageCopy(group=group, source_page=source, target_page=int(target[0]), num_tokens=num_tokens)
-            for group, (source, target) in enumerate(zip(sources, targets, strict=True))
+            PageCopy(group=group, source_page=page, target_page=int(target[0]), num_tokens=source.num_tokens)
+            for group, (page, target) in enumerate(pages)
         )
 
     def complete_copy(self) -> int:
@@ -173,10 +168,10 @@ class PagedRequest:
         """
         copy = self._end_copy("complete_copy")
         if self.num_cached_tokens == self.num_tokens:  # Otherwise the request computed tokens before the copied ones.
-            self.num_cached_tokens += copy.num_tokens
+            self.num_cached_tokens += copy.source.num_tokens
         for sequence, target in zip(self._sequences, copy.targets, strict=True):
-            sequence.add_partial(target, copy.num_tokens)
-        return copy.num_tokens
+            sequence.add_partial(target, copy.source.num_tokens)
+        return copy.source.num_tokens
 
     def abort_copy(self) -> None:
         """Give back the page that a copy was to write. The copy must not run any more.
@@ -236,8 +231,7 @@ class PagedRequest:
         computed = check_count("trim_windows", "num_computed_tokens", num_computed_tokens, self.num_tokens)
         page_size, freed = self._tree.page_size, 0
         for group in self._tree.windows:
-            # Counted from the last whole page, so that a match can end there.
-            first = self._tree.groups[group].first_page(computed // page_size * page_size, page_size)
+            first = self._tree.groups[group].first_page(computed, page_size)
             start = self._first_pages[group]
             if first > start:
                 self._unlock_window(group, start, first)
@@ -309,25 +303,17 @@ class PagedRequest:
             held = ~sequence.is_own(start, stop) & (sequence.pages[start:stop] >= 0)
             self._tree.lock_window(self._node, group, start, held, -1)
 
-    def _lock_source(self, node: Node, change: int) -> None:
-        page = np.ones(1, np.bool_)
-        for group in self._tree.windows:
-            self._tree.lock_window(node, group, self._node.end_page, page, change)
-        if change > 0:
-            self._tree.lock(node)
-        else:
-            self._tree.unlock(node)
-
-    def _end_copy(self, verb: str) -> _PendingCopy:
+    def _end_copy(self, verb: str) -> PendingCopy:
         copy = self._copy
         if copy is None:
             raise InvalidRequest(f"{verb}: wanted a prepared copy, got none; nothing was changed")
         self._copy = None
-        self._lock_source(copy.node, -1)
+        lock_source(self._tree, copy.source, copy.page, -1)
         return copy
 
-    def _make_room(self, num_tokens: int) -> None:
-        make_room(self._tree, [sequence.num_pages_for(num_tokens) for sequence in self._sequences])
+    def _make_room(self, num_tokens: int, firsts: Sequence[int] | None = None) -> None:
+        pages = zip(self._sequences, firsts or [0] * len(self._sequences), strict=True)
+        make_room(self._tree, [sequence.num_pages_for(num_tokens, first) for sequence, first in pages])
 
     def _count(self, verb: str, num_tokens: int) -> int:
         self._check(verb)

@@ -81,9 +81,10 @@ class SequencePages:
         last = check_count("slots", "stop", stop, end)
         return slots_of(self._pages, self.allocator.page_size, check_count("slots", "start", start, last), last)
 
-    def num_pages_for(self, num_tokens: int) -> int:
-        """Return how many more pages `num_tokens` more tokens would take."""
-        return pages_for(self.num_tokens + num_tokens, self.allocator.page_size) - self._num_pages
+    def num_pages_for(self, num_tokens: int, first_page: int = 0) -> int:
+        """Return how many more pages `num_tokens` more tokens would take, without those before `first_page`."""
+        end = pages_for(self.num_tokens + num_tokens, self.allocator.page_size)
+        return max(0, end - max(first_page, self._num_pages))
 
     def extend(self, num_tokens: int) -> Slots:
         """Add tokens: fill the last page, then take whole pages, then one for the rest. 0 is allowed.
@@ -102,16 +103,26 @@ class SequencePages:
         self.num_tokens += count
         return present_slots(self._pages, self.allocator.page_size, start, self.num_tokens)
 
-    def prepare_step(self, num_tokens: int) -> Slots:
+    def prepare_step(self, num_tokens: int, first_page: int = 0) -> Slots:
         """Reserve slots for tokens that may be rejected, as the drafts of speculative decoding.
+
+        Args:
+            num_tokens: of the step.
+            first_page: new pages before this one are not needed: they are -1, and nothing is taken for them.
 
         Raises:
             InvalidRequest, PoolExhausted: as for `extend`; nothing was changed.
         """
         count = self._check("prepare_step", num_tokens)
-        self._take(self.num_pages_for(count))
+        pages = self.allocator.alloc(self.num_pages_for(count, first_page))
+        end = pages_for(self.num_tokens + count, self.allocator.page_size)
+        if missing := end - self._num_pages - len(pages):
+            self._append(np.full(missing, -1, np.int32))
+            self._is_own[self._num_pages - missing : self._num_pages] = False
+        if len(pages):
+            self._append(pages)
         self.num_step_tokens = count
-        return present_slots(self._pages, self.allocator.page_size, self.num_tokens, self.num_tokens + count)
+        return slots_of(self._pages, self.allocator.page_size, self.num_tokens, self.num_tokens + count)
 
     def complete_step(self, num_accepted: int) -> None:
         """Keep the first tokens of the step, and give back the pages that only the others needed.
@@ -122,7 +133,7 @@ class SequencePages:
         self.num_tokens += check_count("complete_step", "num_accepted", num_accepted, self.num_step_tokens)
         self.num_step_tokens = 0
         kept = pages_for(self.num_tokens, self.allocator.page_size)
-        self.allocator.give_back(self._pages[kept : self._num_pages])
+        self.allocator.give_back(self.owned(kept, self._num_pages))
         self._num_pages = kept
 
     def add_partial(self, page: Pages, num_tokens: int) -> None:

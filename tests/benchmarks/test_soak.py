@@ -16,7 +16,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.soak]
 @pytest.mark.timeout(240)
 def test_a_short_soak_finds_nothing(repo_root):
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.soak", *"--minutes 0.2 --faults 2 --seed 1 --clients 4 --json".split()],
+        [
+            sys.executable,
+            "-m",
+            "tests.soak",
+            *["--minutes", "0.2", "--faults", "2", "--seed", "1", "--clients", "4", "--json"],
+        ],
         cwd=repo_root,
         env={**os.environ, "PYTHONPATH": str(repo_root)},
         stdout=subprocess.PIPE,

@@ -44,7 +44,9 @@ class Engine:
         self.kv = [np.full(each.num_pages * cache.page_size, -1, np.int64) for each in cache.allocators]
         self.live: list[Live] = []
         self.prompts: list[list[int]] = []
-        self.counts = dict.fromkeys(("begun", "found", "copied", "exhausted", "inserted", "evicted", "rolled_back"), 0)
+        self.counts = dict.fromkeys(
+            ("begun", "found", "copied", "exhausted", "inserted", "evicted", "rolled_back", "brought"), 0
+        )
 
     def check(self, live: Live) -> None:
         """All KV that the next token of a request needs is there, and its own."""
@@ -121,6 +123,25 @@ class Engine:
         live.num_computed = live.request.num_tokens
         self.counts["rolled_back"] += num_drafts - num_accepted
 
+    def bring(self, live: Live, num_tokens: int, *, comes: bool) -> None:
+        """KV that comes from elsewhere at once, as a load or a hand-off: windows get the pages of their end only."""
+        start, stop = live.num_computed, live.num_computed + num_tokens
+        slots = live.request.prepare_step(num_tokens, only_windows=True)
+        for index, each in enumerate(slots):
+            has_page = each >= 0
+            assert has_page.all() or self.cache.groups[index].window_tokens is not None
+            self.kv[index][each[has_page]] = live.kv[start:stop][has_page] if comes else -5
+        if len(self.cache.groups) > 1 and num_tokens > 1:
+            try:
+                live.request.complete_step(num_tokens - 1)
+            except InvalidRequest:
+                pass
+            else:
+                raise AssertionError("a part of the tokens was accepted, without the pages of their window")
+        live.request.complete_step(num_tokens if comes else 0)
+        live.num_computed = live.request.num_tokens
+        self.counts["brought"] += num_tokens if comes else 0
+
     def end(self, live: Live, *, inserts: bool) -> None:
         if inserts:
             self.counts["inserted"] += live.request.insert(live.tokens, live.num_computed)
@@ -155,7 +176,10 @@ class Engine:
                     self.copy(live, completes=rng.random() < 0.7)
             elif act < 0.50:
                 rest = max(0, len(live.tokens) - live.num_computed)
-                self.compute(live, rng.choice((rest, rest, 0, 1, rng.randint(1, 3 * self.cache.page_size))))
+                if rest and rng.random() < 0.3:
+                    self.bring(live, rng.choice((rest, rng.randint(1, rest))), comes=rng.random() < 0.7)
+                else:
+                    self.compute(live, rng.choice((rest, rest, 0, 1, rng.randint(1, 3 * self.cache.page_size))))
             elif act < 0.60:
                 drafts = rng.randint(1, 2 * self.cache.page_size)
                 if live.request.num_tokens >= len(live.tokens):
@@ -208,9 +232,11 @@ class Engine:
 
 
 def make_groups(name: str, page_size: int) -> tuple[PageGroup, ...]:
-    """Groups by name: full, window, or both."""
+    """Groups by name: full, window, both, or both with windows that begin at blocks of a store."""
     window = PageGroup(window_tokens=2 * page_size + 3, num_pages=15)
-    return {"full": (PageGroup(),), "window": (window,), "both": (PageGroup(), window)}[name]
+    aligned = PageGroup(window_tokens=page_size + 2, num_pages=17, align_tokens=2 * page_size)
+    groups = {"full": (PageGroup(),), "window": (window,), "both": (PageGroup(), window)}
+    return {**groups, "aligned": (PageGroup(), aligned)}[name]
 
 
 def work(groups: str, page_size: int, num_steps: int, seed: int, check_every: int) -> dict[str, int]:
@@ -228,7 +254,7 @@ def work(groups: str, page_size: int, num_steps: int, seed: int, check_every: in
 def main() -> None:
     num_steps, seed = (int(each) for each in [*sys.argv[1:], "50000", "0"][:2])
     for page_size in (1, 3, 4, 16):
-        for groups in ("full", "window", "both"):
+        for groups in ("full", "window", "both", "aligned"):
             print(page_size, groups, work(groups, page_size, num_steps, seed, 100), flush=True)  # noqa: T201
 
 

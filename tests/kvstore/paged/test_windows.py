@@ -36,9 +36,29 @@ def found(cache, tokens):
     return cache.match(tokens, reserve_last_token=False).num_tokens
 
 
-def test_the_first_page_of_a_window():
-    assert [WINDOW.first_page(num_tokens, 4) for num_tokens in (0, 7, 10, 11, 14, 15, 16)] == [0, 0, 0, 1, 1, 2, 2]
+def test_the_first_page_is_the_one_that_a_match_up_to_the_last_whole_page_needs():
+    assert [WINDOW.first_page(num_tokens, 4) for num_tokens in (0, 7, 11, 12, 15, 16, 19, 20)] == [
+        0, 0, 0, 1, 1, 2, 2, 3,
+    ]  # fmt: skip
     assert PageGroup().first_page(100, 4) == 0
+
+
+@pytest.mark.parametrize(("page_size", "align_tokens"), [(1, 4), (4, 8), (8, 4), (4, 4), (3, 1)])
+def test_an_aligned_window_has_whole_blocks_up_to_the_last_one(page_size, align_tokens):
+    group = PageGroup(window_tokens=6, align_tokens=align_tokens)
+    for num_tokens in range(60):
+        first = group.first_page(num_tokens, page_size) * page_size
+        assert first % align_tokens == 0
+        for unit in (page_size, align_tokens):  # Where a match and where a load or a hand-off may end.
+            needed = max(0, num_tokens // unit * unit - 6 + 1)
+            assert first <= needed
+        assert first > num_tokens - 6 - 2 * (page_size + align_tokens)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, True, "8"])
+def test_a_wrong_alignment_is_refused(bad):
+    with pytest.raises(ConfigError, match="align_tokens"):
+        PageGroup(window_tokens=8, align_tokens=bad)
 
 
 @pytest.mark.parametrize("window", [2, 3, 4, 5, 8, 9, 100])

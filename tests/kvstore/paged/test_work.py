@@ -13,7 +13,7 @@ from paged_engine import work
 NUM_STEPS = int(os.environ.get("RAYKV_PAGED_STEPS", "2000"))
 
 
-@pytest.mark.parametrize("groups", ["full", "window", "both"])
+@pytest.mark.parametrize("groups", ["full", "window", "both", "aligned"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_pages_are_conserved_and_kv_is_right(page_size, groups):
     """Scenario 18: free, cached, locked and private pages are all; at the end everything comes back."""
