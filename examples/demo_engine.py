@@ -273,12 +273,13 @@ class PrefillWorker(Engine):
         """Make all full blocks of a prompt findable; returns what that took."""
         began_s = time.perf_counter()
         if len(prompt) < self.options.block_size:
-            return {"num_tokens_reused": 0, "num_tokens_computed": 0, "seconds": 0.0}
+            return {"num_tokens_reused": 0, "num_tokens_computed": 0, "nixl_bytes": 0, "seconds": 0.0}
         answer = self.serve(prompt, 0)
         num_reused = answer.num_engine_tokens + answer.brought.num_tokens
         return {
             "num_tokens_reused": num_reused,
             "num_tokens_computed": len(prompt) - num_reused,
+            "nixl_bytes": sum(result.num_bytes for result in answer.brought.results),
             "seconds": time.perf_counter() - began_s,
         }
 
@@ -289,6 +290,11 @@ class PrefillWorker(Engine):
             return None
         self.serve(prompt, 0, is_handoff=True, finish=lambda held: tickets.append(store.publish(held, len(prompt))))
         return tickets[0]
+
+    def withdraw(self, ticket: PagedTicket) -> None:
+        """Drop what waits for a decode worker that does not need it."""
+        if self.store is not None:
+            self.store.withdraw(ticket)
 
 
 class DecodeWorker(Engine):
@@ -322,7 +328,8 @@ class DecodeWorker(Engine):
             "num_blocks_engine": num_engine,
             "num_blocks_own": loaded.num_local + loaded.num_disk,
             "num_blocks_peer": loaded.num_peer,
-            "num_blocks_recomputed": num_blocks - num_engine - loaded.num_local - loaded.num_disk - loaded.num_peer,
+            "num_blocks_recomputed": num_blocks - (answer.num_engine_tokens + answer.brought.num_tokens) // size,
+            "used_ticket": bool(results),
             "not_loaded_because": loaded.failed[0].detail if loaded.failed else "",
             "route": getattr(loaded, "route", ""),
             "nixl_bytes": sum(result.num_bytes for result in results),

@@ -42,12 +42,14 @@ class Request:
         prefilled: the part of the prompt that the prefill worker computes first: "all", "document", or "none"
             when a router sends the request straight to the decode worker.
         after: title of the request whose prompt and answer this one continues.
+        forgets: the decode worker's pages are evicted first, as if other requests had needed them.
     """
 
     title: str
     text: str
     prefilled: str = "all"
     after: str | None = None
+    forgets: bool = False
 
 
 REQUESTS = (
@@ -60,7 +62,11 @@ REQUESTS = (
         text="\nVisitor: And will it still be there when the late bus leaves at eleven?\n",
         after="a conversation, turn 1",
     ),
-    Request(title="turn 1 from somebody else", text=SYSTEM + "Visitor: What is that bright light over the chapel?\n"),
+    Request(
+        title="turn 1 from somebody else",
+        text=SYSTEM + "Visitor: What is that bright light over the chapel?\n",
+        forgets=True,
+    ),
     Request(
         title="same guide, other question",
         text=SYSTEM + "Visitor: My daughter is four. Is there a step at the telescope?\n",

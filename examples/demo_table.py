@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 LEGEND = f"""\
-own, peer, computed: the prompt's blocks ({BLOCK_SIZE} tokens each) that came from the decode node's memory,
-from the other node, and out of the model. TTFT: time to first token on the decode node; beside it the
-same without a store, where the prompt is prefilled in one step. (With the store it is prefilled block
-by block, which is slower where much is computed, but makes bits comparable: see demo_engine.py.)
+engine: tokens of the prompt that the decode engine still had in pages. own, peer, computed: blocks of
+{BLOCK_SIZE} tokens that came from the decode node's memory, from the other node, and out of the model. TTFT: time to
+first token on the decode node; beside it the same without any cache, with the prompt in one step. (With a
+cache it is computed in small steps of one size, which is slower where much is computed, but makes bits
+comparable: see demo_engine.py.)
 """
 
 
@@ -23,9 +24,9 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("request", "hit"):
         table.add_column(title)
-    for title in ("tokens", "own", "peer", "computed", "NIXL", "GB/s", "TTFT", "without", "identical"):
+    for title in ("tokens", "engine", "own", "peer", "computed", "NIXL", "GB/s", "TTFT", "without", "identical"):
         table.add_column(title, justify="right", no_wrap=True)
-    counts = ("num_prompt_tokens", "num_blocks_own", "num_blocks_peer", "num_blocks_recomputed")
+    counts = ("num_prompt_tokens", "num_tokens_engine", "num_blocks_own", "num_blocks_peer", "num_blocks_recomputed")
     for row in rows:
         moved = row["nixl_bytes"]
         table.add_row(
@@ -49,7 +50,8 @@ def show(result: dict[str, Any]) -> None:
     print(LEGEND)
     print(
         f"{summary['num_identical']} of {summary['num_requests']} requests identical: "
-        f"{summary['num_full_peer_hits']} full peer hits, {summary['num_local_hits']} local, "
+        f"{summary['num_full_peer_hits']} full peer hits, {summary['num_engine_hits']} of the engine's own pages, "
+        f"{summary['num_local_hits']} local, "
         f"{summary['num_mixed_hits']} mixed, {summary['num_partial_hits']} partial, "
         f"{summary['num_misses']} missed; {summary['nixl_bytes'] / 1e6:.1f} MB over NIXL ({result['lane']} lane)"
         + (f", handed off through {' and '.join(summary['routes'])} memory" if result["handoff"] else "")

@@ -1,9 +1,10 @@
 """Disaggregated prefill and decode on two Ray nodes of this machine, with the store between them.
 
 A prefill worker on one node saves the KV of prompts; a decode worker on the other finds it, the node stores
-fetch it over NIXL, and only what is missing is computed. Every answer is compared with one computed without
-any store: KV, logits and tokens must be the same to the last bit (demo_engine.py says how that can be), or
-this program exits with 1. With --device cuda the engines' caches are on a GPU, which both workers share.
+fetch it over NIXL, and only what is missing is computed. What an engine still has in its own pages, it does not
+ask for. Every answer is compared with one computed without any cache: KV, logits and tokens must be the same to
+the last bit (demo_engine.py says how that can be), or this program exits with 1. With --device cuda the engines'
+caches are on a GPU, which both workers share.
 
 With --handoff nothing is stored: the prefill worker publishes the blocks of each prompt, its ticket goes to the decode
 worker with the request, and that one fetches them, through host memory or, with --device cuda and two GPUs, straight
@@ -34,18 +35,19 @@ START_S = 120.0
 CALL_S = 60.0
 CLASSES = {
     "peer": "num_full_peer_hits",
+    "engine": "num_engine_hits",
     "own": "num_local_hits",
-    "own+peer": "num_mixed_hits",
+    "mixed": "num_mixed_hits",
     "partial": "num_partial_hits",
     "miss": "num_misses",
     "too short": "num_too_short",
 }
-REQUIRED = ("peer", "own", "partial", "miss")
+REQUIRED = ("peer", "engine", "own", "mixed", "partial", "miss")
 #: Nobody looks at a dashboard, reads workers' logs here or adds nodes.
 NODE = {"include_log_monitor": False}
 HEAD = {**NODE, "include_dashboard": False, "no_monitor": True}
-#: A hand-off brings all full blocks or is an error.
-HANDOFF_REQUIRED = ("peer", "too short")
+#: A hand-off brings all full blocks that the engine has not, or is an error.
+HANDOFF_REQUIRED = ("peer", "engine", "mixed", "too short")
 
 
 def private_environment(folder: str) -> None:
@@ -90,7 +92,8 @@ class Worker:
     def __init__(self, kind: str, *args: Any) -> None:
         import demo_engine
 
-        self._worker = getattr(demo_engine, kind)(*args)
+        store, device, peers = args
+        self._worker = getattr(demo_engine, kind)(store, demo_engine.EngineOptions(device=device), peers)
 
     def do(self, verb: str, *args: Any) -> Any:
         return getattr(self._worker, verb)(*args)
@@ -129,8 +132,10 @@ class Demo:
         """Send one request through both workers; returns its row of the table."""
         prompt = [*self.conversations.get(request.after or "", ()), *encode(request.text)]
         prefilled = {"all": prompt, "document": encode(DOCUMENT), "none": []}[request.prefilled]
+        if request.forgets:
+            self._get(self.decode.remote("forget"), timeout=CALL_S)
         # Neither touches what the other measures, so both may run at once: two cores, a thread each.
-        reference = self.decode.remote("answer_without_store", prompt, num_tokens)
+        reference = self.decode.remote("answer_without_cache", prompt, num_tokens)
         if handoff:
             prefill = self.prefill.remote("prefill_and_hand_off", prompt)
         else:
@@ -138,6 +143,8 @@ class Demo:
         _, made = self._get([reference, prefill], timeout=CALL_S)
         ticket, saved = (made, {}) if handoff else (None, made)
         row = self._get(self.decode.remote("answer", prompt, num_tokens, handoff, ticket), timeout=CALL_S)
+        if ticket is not None and not row.pop("used_ticket"):
+            self._get(self.prefill.remote("withdraw", ticket), timeout=CALL_S)  # The engine had all of it.
         self.conversations[request.title] = prompt + row.pop("answer")
         same = row["kv_identical"] and row["logits_identical"] and row["tokens_identical"]
         return {
@@ -148,6 +155,10 @@ class Demo:
             "identical": same,
         }
 
+    def forget(self) -> None:
+        """Begin without pages of earlier requests."""
+        self._get([self.prefill.remote("forget"), self.decode.remote("forget")], timeout=CALL_S)
+
     def close(self) -> None:
         """Let the workers give back what they hold."""
         self._get([self.prefill.remote("close"), self.decode.remote("close")], timeout=CALL_S)
@@ -155,12 +166,14 @@ class Demo:
 
 def hit_class(row: dict[str, Any]) -> str:
     """Return which key of CLASSES a request belongs to."""
-    wanted, own, peer = row["num_blocks"], row["num_blocks_own"], row["num_blocks_peer"]
+    wanted = row["num_blocks"]
+    counts = {name: row[f"num_blocks_{name}"] for name in ("engine", "own", "peer")}
     if wanted == 0:
         return "too short"
-    if own + peer < wanted:
-        return "partial" if own + peer else "miss"
-    return "own+peer" if own and peer else "own" if own else "peer"
+    if sum(counts.values()) < wanted:
+        return "partial" if any(counts.values()) else "miss"
+    sources = [name for name, count in counts.items() if count]
+    return sources[0] if len(sources) == 1 else "mixed"
 
 
 def num_gpus() -> int:
@@ -186,7 +199,7 @@ def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int, required: tuple[s
         if not row[name]
     ]
     problems += [f"no request was of the class {name!r}" for name in required if name not in hits]
-    counted = sum(row["nixl_bytes"] for row in rows)
+    counted = sum(row["nixl_bytes"] + row["prefill_node"].get("nixl_bytes", 0) for row in rows)
     if num_nixl_bytes == 0:
         problems.append("NIXL moved no bytes")
     elif num_nixl_bytes != counted:
@@ -220,6 +233,7 @@ def run(lane: str, num_tokens: int, capacity: str, device: str, ways: tuple[bool
                 # The first steps of a process and the first READ of a connection are slower than all others.
                 progress.update(bar, advance=1, description="warming up")
                 demo.serve(Request(title="warm-up", text=WARM_UP), 4, handoff)
+                demo.forget()
                 before, rows = nixl_bytes(store), []
                 for request in REQUESTS:
                     progress.update(bar, advance=1, description=request.title)

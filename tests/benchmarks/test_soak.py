@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+MORE = ("--clients", "4", "--json")
+
 pytestmark = [pytest.mark.ray, pytest.mark.soak]
 
 

@@ -242,6 +242,10 @@ class PagedStore:
             request.complete_step(num_accepted)
         return BroughtTokens(num_tokens=num_accepted, results=results)
 
+    def withdraw(self, ticket: PagedTicket) -> bool:
+        """Drop what this worker published for a ticket that will not be fetched; returns whether it was still held."""
+        return any([client.withdraw(part) for client, part in zip(self._clients, ticket.tickets, strict=True)])
+
     def close(self) -> None:
         """Give everything back to the store; may be called again."""
         for client in self._clients:
