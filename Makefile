@@ -14,7 +14,7 @@ MINUTES ?= 10
 FRAMES ?= 20000
 PROCESSES ?= 3
 
-.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench bench-serving soak fuzz clean
+.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench bench-serving soak matrix fuzz clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,9 @@ bench: setup  ## measure transfers and control calls into benchmarks/results/
 	    echo "kvstore bench $$what"; \
 	    $(BIN)/kvstore bench $$what --output benchmarks/results/$$what.json; \
 	done
+
+matrix: setup  ## every page size, tier, transfer, draft and number of decode workers, each beside a run without a cache
+	@$(BIN)/python -m tests.matrix $(ARGS)
 
 soak: setup  ## two nodes, clients that verify every byte, random kills; MINUTES=10, ARGS="--seed 1 --json"
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
