@@ -118,8 +118,10 @@ class Fleet:
                 continue
             given = [self._prefilled(case, prefill, prompt) for prompt in prompts]
             rows = self._answers(decoders, prompts, given)
-            for prompt, row in zip(prompts, rows, strict=True):
+            for prompt, row, ticket in zip(prompts, rows, given, strict=True):
                 self._count(outcome, prompt, row)
+                if ticket is not None and not row["used_ticket"]:
+                    self._get(prefill.do.remote("withdraw", ticket), timeout=CALL_S)
         self._get([worker.close.remote() for worker in (prefill, *decoders)], timeout=CALL_S)
         outcome.problems += missing(outcome)
         return outcome

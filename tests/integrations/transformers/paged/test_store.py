@@ -1,0 +1,265 @@
+"""Pages from a store, from other nodes and from hand-offs: all groups of layers, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import random
+
+import pytest
+
+from kvstore.errors import InvalidRequest, KVStoreError, PoolExhausted
+from kvstore.integrations.transformers.paged import PagedStore
+from kvstore.integrations.transformers.paged.store import wait_saved
+
+PROMPT = [random.Random(4).randrange(211) for _ in range(150)]
+KINDS = pytest.mark.parametrize("kind", ["full", "window", "both"])
+
+
+def answer(engine, tokens, bring):
+    """Returns what came, and the logits."""
+    request = engine.index.acquire(tokens)
+    try:
+        brought = bring(request)
+        request.insert(tokens, min(request.num_tokens, len(tokens)))
+        return brought, engine.prefill(request, tokens)
+    finally:
+        request.release()
+
+
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_what_one_engine_saved_another_loads(small, stores, plain_logits, same, kind, page_size, node):
+    writer = small(kind, stores["a"], page_size=page_size, num_pages=640 // page_size)
+    reader = small(kind, stores[node], page_size=page_size, num_pages=640 // page_size)
+    writer.fill(PROMPT)
+    brought, logits = answer(reader, PROMPT, lambda request: reader.store.load(request, PROMPT))
+    assert brought.num_tokens == 144
+    assert all(result.num_peer > 0 if node == "b" else result.num_local > 0 for result in brought.results)
+    assert same(logits, plain_logits(reader.model, PROMPT))
+
+
+@KINDS
+def test_a_load_goes_on_behind_the_engine_s_own_pages(small, store, plain_logits, same, kind):
+    writer, reader = small(kind, store), small(kind, store)
+    writer.fill(PROMPT)
+    reader.fill(PROMPT[:70], saves=False)
+    brought, logits = answer(reader, PROMPT, lambda request: reader.store.load(request, PROMPT))
+    assert brought.num_tokens == 144 - 64
+    assert same(logits, plain_logits(reader.model, PROMPT))
+
+
+def test_layers_with_a_window_load_their_window_only(small, store):
+    writer, reader = small("both", store), small("both", store)
+    writer.fill(PROMPT)
+    request = reader.index.acquire(PROMPT)
+    brought = reader.store.load(request, PROMPT)
+    assert [result.num_local for result in brought.results] == [9, 2]
+    assert (request.pages(1) >= 0).tolist() == [False] * 7 + [True] * 2
+    request.release()
+
+
+@KINDS
+def test_a_group_that_fails_in_part_makes_all_shorter(small, store, plain_logits, same, kind, monkeypatch):
+    writer, reader = small(kind, store), small(kind, store)
+    writer.fill(PROMPT)
+    client = reader.store._clients[-1]
+    load, asked = client.load, []
+
+    class Short:
+        def __init__(self, job):
+            self.job = job
+
+        def done(self):
+            return self.job.done()
+
+        def result(self, timeout):
+            whole = self.job.result(timeout)
+            return dataclasses.replace(whole, num_blocks=whole.num_blocks - 1)
+
+    def once(*args):
+        asked.append(args)
+        job = load(*args)
+        return Short(job) if len(asked) == 1 else job
+
+    monkeypatch.setattr(client, "load", once)
+    brought, logits = answer(reader, PROMPT, lambda request: reader.store.load(request, PROMPT))
+    assert brought.num_tokens == 128
+    assert len(asked) == (1 if kind == "full" else 2)
+    assert same(logits, plain_logits(reader.model, PROMPT))
+
+
+def test_without_room_nothing_is_loaded_and_the_request_stays_as_it_was(small, store):
+    writer, reader = small("both", store), small("both", store, num_pages=8)
+    writer.fill(PROMPT)
+    other = reader.index.acquire(PROMPT[::-1])
+    other.extend(16 * 4)
+    request = reader.index.acquire(PROMPT)
+    assert reader.store.load(request, PROMPT).num_tokens == request.num_tokens == 0
+    request.extend(3)
+    request.release()
+    other.release()
+
+
+def test_a_load_that_cannot_be_begun_leaves_no_job_and_no_page(small, store, monkeypatch):
+    writer, reader = small("both", store), small("both", store)
+    writer.fill(PROMPT)
+
+    def refuse(*_):
+        raise InvalidRequest("no")
+
+    monkeypatch.setattr(reader.store._clients[1], "load", refuse)
+    request = reader.index.acquire(PROMPT)
+    with pytest.raises(InvalidRequest):
+        reader.store.load(request, PROMPT)
+    assert request.num_tokens == 0
+    request.release()
+    assert [each.num_private for each in reader.index.stats()] == [0, 0]
+
+
+def test_nothing_is_found_of_less_than_a_block_or_with_another_salt(small, stores, build_once):
+    writer, reader = small("full", stores["a"]), small("full", stores["a"])
+    writer.fill(PROMPT)
+    request = reader.index.acquire(PROMPT[:15])
+    assert reader.store.load(request, PROMPT[:15]).num_tokens == 0
+    request.release()
+    salted = PagedStore(stores["a"], reader.cache, model="m", revision="1", salt=b"tenant")
+    request = reader.index.acquire(PROMPT, salt=b"tenant")
+    assert salted.load(request, PROMPT).num_tokens == 0
+    request.release()
+    salted.close()
+
+
+@KINDS
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_hand_off_is_fetched_once_and_is_whole(small, stores, plain_logits, same, kind, node):
+    writer, reader = small(kind, stores["a"]), small(kind, stores[node])
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT, 32)
+    ticket = pickle.loads(pickle.dumps(writer.store.publish(request, len(PROMPT))))
+    request.release()
+    writer.forget()
+    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, ticket))
+    assert (ticket.num_tokens, brought.num_tokens) == (144, 144)
+    assert same(logits, plain_logits(reader.model, PROMPT))
+    reader.forget()
+    again, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, ticket))
+    assert again.num_tokens == 0
+    assert same(logits, plain_logits(reader.model, PROMPT))
+
+
+@KINDS
+def test_a_hand_off_goes_on_behind_the_engine_s_own_pages(small, stores, plain_logits, same, kind):
+    writer, reader = small(kind, stores["a"]), small(kind, stores["b"])
+    reader.fill(PROMPT[:50], saves=False)
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    ticket = writer.store.publish(request, len(PROMPT))
+    request.release()
+    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, ticket))
+    assert brought.num_tokens == 144 - 48
+    assert same(logits, plain_logits(reader.model, PROMPT))
+
+
+def test_a_hand_off_that_is_not_needed_is_withdrawn(small, stores):
+    writer, reader = small("both", stores["a"]), small("both", stores["a"])
+    reader.fill(PROMPT, saves=False)
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    ticket = writer.store.publish(request, len(PROMPT))
+    request.release()
+    held = reader.index.acquire([*PROMPT, 1])
+    assert reader.store.fetch(held, ticket).num_tokens == 0
+    held.release()
+    assert writer.store.withdraw(ticket)
+    assert not writer.store.withdraw(ticket)
+
+
+def test_a_prompt_without_a_whole_block_is_not_handed_off(small, store):
+    writer = small("full", store)
+    request = writer.index.acquire(PROMPT[:15])
+    writer.prefill(request, PROMPT[:15])
+    assert writer.store.publish(request, 15) is None
+    request.release()
+
+
+def test_a_window_that_was_given_up_is_not_handed_off(small, store):
+    writer = small("both", store)
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    with pytest.raises(InvalidRequest, match="trimmed"):
+        writer.store.publish(request, 64)
+    assert writer.store.publish(request, 150) is not None
+    request.release()
+
+
+def test_a_ticket_of_other_pages_is_refused_and_changes_nothing(small, store):
+    writer, reader = small("both", store, page_size=16), small("both", store, page_size=64)
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    ticket = writer.store.publish(request, len(PROMPT))
+    request.release()
+    held = reader.index.acquire(PROMPT)
+    with pytest.raises(InvalidRequest, match="one page size"):
+        reader.store.fetch(held, ticket)
+    with pytest.raises(InvalidRequest, match="groups"):
+        reader.store.fetch(held, dataclasses.replace(ticket, tickets=ticket.tickets[:1]))
+    assert held.num_tokens == 0
+    held.release()
+    other = small("full", store)
+    held = other.index.acquire(PROMPT)
+    with pytest.raises(InvalidRequest, match="groups"):
+        other.store.fetch(held, ticket)
+    held.release()
+
+
+def test_a_fetch_without_room_is_refused_and_the_ticket_stays_good(small, store, plain_logits, same):
+    writer, reader = small("full", store), small("full", store, num_pages=10)
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    ticket = writer.store.publish(request, len(PROMPT))
+    request.release()
+    other = reader.index.acquire(PROMPT[::-1])
+    other.extend(40)
+    held = reader.index.acquire(PROMPT)
+    with pytest.raises(PoolExhausted):
+        reader.store.fetch(held, ticket)
+    held.release()
+    other.release()
+    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, ticket))
+    assert brought.num_tokens == 144
+    assert same(logits, plain_logits(reader.model, PROMPT))
+
+
+def test_blocks_behind_ones_that_are_gone_are_not_saved_and_nothing_fails(small, store):
+    writer = small("window", store)
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)  # Trimmed before anything was saved.
+    assert list(wait_saved(writer.store.save(request, PROMPT, len(PROMPT)))) == [None]
+    request.release()
+
+
+def test_windows_that_begin_within_blocks_are_refused(store, build_once):
+    from kvstore.integrations.transformers.paged import PagedKVCache
+
+    cache = PagedKVCache(build_once("both"), page_size=16, align_tokens=16)
+    with pytest.raises(InvalidRequest, match="align_tokens=32"):
+        PagedStore(store, cache, model="m", revision="1", block_size=32)
+
+
+def test_a_store_that_has_ended_is_a_typed_error_and_leaves_the_request(small, stores):
+    writer = small("both", stores["a"])
+    writer.fill(PROMPT)
+    writer.forget()
+    stores["a"].cluster.stop_node("a")
+    request = writer.index.acquire(PROMPT)
+    try:
+        brought = writer.store.load(request, PROMPT)
+    except KVStoreError:
+        pass
+    else:
+        assert brought.num_tokens == 0
+    assert request.num_tokens == 0
+    request.release()
+    writer.index.check_integrity()
