@@ -30,7 +30,7 @@ test: setup  ## the tests, in three processes; ARGS="-k pool -x" is passed to py
 
 test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray
 	@PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),python3) -m pytest -q \
-	    tests/kernels tests/kvstore tests/actors tests/examples -m gpu $(ARGS)
+	    tests/kernels tests/kvstore tests/actors tests/integrations tests/examples -m gpu $(ARGS)
 
 mutants: setup  ## put the bugs that block pools have had back one by one; the checks have to catch each
 	@PYTHONPATH=tests/pool:. $(BIN)/python -m poolcheck.mutants $(ARGS)

@@ -22,11 +22,17 @@ def test_every_two_values_that_can_meet_meet_in_the_chosen_cases():
     assert len(chosen) < len(all_cases()) / 10
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_answers_are_those_of_a_run_without_any_cache_in_every_case(run_example):
-    ran = run_example(sys.executable, "-m", "tests.matrix", "--pairwise", "--json", timeout_s=280)
+@pytest.mark.parametrize("device", DEVICES)
+def test_answers_are_those_of_a_run_without_any_cache_in_every_case(run_example, device):
+    for package in ("ray", "transformers"):  # Where there is a GPU, they may not be.
+        pytest.importorskip(package, reason=f"needs {package}")
+    ran = run_example(sys.executable, "-m", "tests.matrix", "--pairwise", "--json", "--device", device, timeout_s=280)
     cases = json.loads(ran.stdout)["cases"]
     assert [case["problems"] for case in cases] == [[] for _ in pairwise(all_cases())], ran.stderr[-2000:]
     assert ran.returncode == 0

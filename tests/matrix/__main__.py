@@ -48,13 +48,14 @@ def show(outcomes: list[Outcome]) -> None:
 @click.command(help=__doc__)
 @click.option("--pairwise", "is_pairwise", is_flag=True, help="Only cases in which every two values meet once.")
 @click.option("--match", default="", help="Only cases whose description has this text.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
-def main(is_pairwise: bool, match: str, as_json: bool) -> None:
+def main(is_pairwise: bool, match: str, device: str, as_json: bool) -> None:
     cases = [case for case in (pairwise(all_cases()) if is_pairwise else all_cases()) if match in str(case)]
     if not cases:
         raise click.UsageError(f"--match: wanted a part of a case such as '{all_cases()[0]}', got {match!r}")
     with progress() as say, contextlib.redirect_stdout(sys.stderr):
-        outcomes = run(cases, say)
+        outcomes = run(cases, device, say)
     if as_json:
         print(as_document({"cases": [outcome.to_json() for outcome in outcomes], **provenance()}), end="")
     else:

@@ -80,11 +80,11 @@ class Worker:
 class Fleet:
     """The workers and stores that all cases share."""
 
-    def __init__(self, stores: dict[str, Any], nodes: list[str]) -> None:
+    def __init__(self, stores: dict[str, Any], nodes: list[str], device: str) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._get, self._stores, self._num_cases = ray.get, stores, 0
+        self._get, self._stores, self._device, self._num_cases = ray.get, stores, device, 0
         places = [nodes[0], nodes[1], nodes[1]]
         self._workers = [
             ray.remote(Worker)
@@ -104,6 +104,7 @@ class Fleet:
             "page_size": case.page_size,
             "block_size": BLOCK_SIZE,
             "salt": salt,
+            "device": self._device,
             "num_window_tokens": 1024,
         }
         drafts = {"num_draft_tokens": case.num_draft_tokens}
@@ -204,7 +205,7 @@ def missing(outcome: Outcome) -> list[str]:
 
 
 @contextmanager
-def fleet(say: Callable[[str], None]) -> Iterator[Fleet]:
+def fleet(device: str, say: Callable[[str], None]) -> Iterator[Fleet]:
     """Start everything; all of it is gone afterwards."""
     sys.path.insert(0, str(EXAMPLES))
     import prefill_decode
@@ -226,17 +227,17 @@ def fleet(say: Callable[[str], None]) -> Iterator[Fleet]:
                 ),
             }
             try:
-                yield Fleet(stores, nodes)
+                yield Fleet(stores, nodes, device)
             finally:
                 say("stopping")
                 for store in stores.values():
                     store.stop()
 
 
-def run(cases: Iterable[Case], say: Callable[[str], None]) -> list[Outcome]:
-    """Run cases one after the other; what is wrong is in the outcomes."""
+def run(cases: Iterable[Case], device: str, say: Callable[[str], None]) -> list[Outcome]:
+    """Run cases one after the other, with all engines on a device; what is wrong is in the outcomes."""
     cases, outcomes = list(cases), []
-    with fleet(say) as workers:
+    with fleet(device, say) as workers:
         for number, case in enumerate(cases):
             say(f"{number + 1} of {len(cases)}: {case}")
             outcomes.append(workers.run(case))

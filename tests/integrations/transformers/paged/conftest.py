@@ -75,7 +75,7 @@ def plain_logits(model, tokens):
     with torch.no_grad():
         for start in range(0, len(tokens), STEP):
             rows = tokens[start : start + STEP]
-            padded = torch.tensor([[*rows, *[0] * (STEP - len(rows))]])
+            padded = torch.tensor([[*rows, *[0] * (STEP - len(rows))]], device=model.device)
             logits = model(padded, past_key_values=cache).logits[0, len(rows) - 1]
     return logits
 
@@ -91,14 +91,14 @@ def build_once():
     import transformers
 
     @cache
-    def make(kind):
+    def make(kind, device="cpu"):
         family, changes = FAMILIES[kind]
         torch.manual_seed(3)
         config = getattr(transformers, f"{family}Config")(
             vocab_size=211, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None, **changes,
         )  # fmt: skip
-        return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        return getattr(transformers, f"{family}ForCausalLM")(config).eval().to(device)
 
     return make
 
@@ -107,8 +107,8 @@ def build_once():
 def small(build_once):
     made = []
 
-    def make(kind="full", store=None, **options):
-        made.append(Small(build_once(kind), store, **options))
+    def make(kind="full", store=None, device="cpu", **options):
+        made.append(Small(build_once(kind, device), store, **options))
         return made[-1]
 
     yield make
