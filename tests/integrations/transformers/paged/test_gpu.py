@@ -1,4 +1,4 @@
-"""On a GPU the kernels of index.cu make slots of pages; with torch told to be deterministic, bits are the same there."""
+"""On a GPU the kernels of index.cu make slots of pages; bits are the same there if torch is deterministic."""
 
 from __future__ import annotations
 
