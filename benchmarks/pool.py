@@ -29,7 +29,7 @@ import numpy as np
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.pool import Pool
 from kvstore.remote.announcements import PIECE_BLOCKS
-from kvstore.remote.directory_index import SWEEP_BLOCKS, DirectoryIndex
+from kvstore.remote.index.directory_index import SWEEP_BLOCKS, DirectoryIndex
 from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 

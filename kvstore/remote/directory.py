@@ -11,14 +11,14 @@ import itertools
 import secrets
 from dataclasses import dataclass
 
-from kvstore.blocks.chain import decode_chain, hashes_in
+from kvstore.blocks.chain import decode_chain
 from kvstore.blocks.codec import decode_object, encode, encode_object
 from kvstore.bounds import MAX_NODE_ID_CHARS, clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import IncompatibleStore, ProtocolError
 from kvstore.remote.announcements import Batch, decode_batch
 from kvstore.remote.answers import EPOCH_BYTES, bytes_in
-from kvstore.remote.directory_index import DirectoryIndex
+from kvstore.remote.index.directory_index import DirectoryIndex
 from kvstore.remote.peers import PeerAddress
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.connection import Connection, Role
@@ -106,7 +106,7 @@ class DirectoryServer:
             only = nodes[0] if len(nodes) == 1 and clock.now_s() >= self.settled_at_s else ""
             if only:
                 self._lonely[connection.owner] = connection
-            return encode(Found(self.index.locate(chain.hashes()), only))
+            return encode(Found(self.index.locate(chain.data), only))
         if message.op is Op.PUBLISH:
             return self._publish(link, decode_batch(message.payload))
         raise ProtocolError(f"a directory does not serve {message.op.name}")
@@ -142,11 +142,10 @@ class DirectoryServer:
         self.versions.hear_all(batch.versions)
         if batch.begins:
             self._begin(link)
-        removed = hashes_in(batch.removed)
         for life in (link.life, link.coming):
             if life:
-                self.index.remove(link.node_id, removed, life)
-        self.index.add(link.node_id, hashes_in(batch.added), link.coming or link.life)
+                self.index.remove(link.node_id, batch.removed, life)
+        self.index.add(link.node_id, batch.added, link.coming or link.life)
         if batch.ends and link.coming:
             self.index.forget(link.node_id, link.life)
             link.life, link.coming = link.coming, 0

@@ -1,0 +1,1 @@
+"""What the directory knows: which nodes hold which blocks."""

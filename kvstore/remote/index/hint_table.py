@@ -1,0 +1,138 @@
+"""A hash table of fixed width: 8 bytes of a block's hash, and a bit for each holder.
+
+A Python dict takes 146 bytes for such an entry, and handles each hash by itself. Here NumPy handles all hashes of a
+call together. Two hashes with equal first 8 bytes share an entry: a wrong hint, which costs a question. Among 64
+million entries the chance that any two do is one in ten thousand.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.blocks.chain import HASH_BYTES
+
+U64 = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
+
+MIN_PLACES = 1 << 10
+#: Of all places; above that, probes get long.
+MAX_LOAD = 0.7
+_EMPTY = np.uint64(0)
+
+
+def keys_of(packed: bytes) -> U64:
+    """Return the keys of hashes that lie back to back."""
+    keys = np.frombuffer(packed, "<u8")[:: HASH_BYTES // 8].astype(np.uint64)
+    return np.where(keys == _EMPTY, ~_EMPTY, keys)
+
+
+class HintTable:
+    """One table; it never grows. Not for several threads.
+
+    Args:
+        num_places: a power of two.
+        num_words: 64 holders each.
+        secret: odd; places of keys are not known without it.
+    """
+
+    def __init__(self, num_places: int, num_words: int, secret: int) -> None:
+        self.num_places = num_places
+        self.num_used = 0
+        """Places with a key, whether it has a holder or not."""
+        self.num_live = 0
+        """Places with a holder."""
+        self._keys = np.zeros(num_places, np.uint64)
+        self._bits = np.zeros((num_words, num_places), np.uint64)
+        self._secret, self._shift = np.uint64(secret | 1), np.uint64(64 - num_places.bit_length() + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of the table."""
+        return self._keys.nbytes + self._bits.nbytes
+
+    @property
+    def room(self) -> int:
+        """Return how many more keys may come."""
+        return int(self.num_places * MAX_LOAD) - self.num_used
+
+    def widen(self, num_words: int) -> None:
+        """Make room for the bits of more holders."""
+        more = np.zeros((num_words - len(self._bits), self.num_places), np.uint64)
+        self._bits = np.concatenate((self._bits, more))
+
+    def bits(self, keys: U64) -> U64:
+        """Return the holders of each key, [words, keys]."""
+        places = self._find(keys)
+        found = self._bits[:, places]
+        found[:, places < 0] = 0
+        return found
+
+    def add(self, keys: U64, bits: U64) -> None:
+        """Add holders to keys, all of which are different.
+
+        Args:
+            keys: no more new ones than there is room.
+            bits: [words, keys], or [words, 1] for the same holders of all.
+        """
+        places = self._claim(keys)
+        before = self._bits[:, places]
+        self.num_live += int(len(keys) - before.any(axis=0).sum())
+        self._bits[:, places] = before | bits
+
+    def remove(self, keys: U64, bits: U64) -> None:
+        """Remove holders, [words, keys] or [words, 1], from keys, all of which are different."""
+        places = self._find(keys)
+        found = places >= 0
+        self._clear(places[found], bits if bits.shape[1] == 1 else bits[:, found])
+
+    def clear(self, start: int, stop: int, bits: U64) -> None:
+        """Remove holders, [words, 1], from all keys in a range of places."""
+        self._clear(np.arange(start, min(stop, self.num_places)), bits)
+
+    def entries(self, start: int, stop: int) -> tuple[U64, U64]:
+        """Return keys with a holder in a range of places, and their holders [words, keys]."""
+        bits = self._bits[:, start:stop]
+        lives = bits.any(axis=0)
+        return self._keys[start:stop][lives], bits[:, lives]
+
+    def _clear(self, places: Places, bits: U64) -> None:
+        before = self._bits[:, places]
+        after = before & ~bits
+        self._bits[:, places] = after
+        self.num_live -= int(before.any(axis=0).sum() - after.any(axis=0).sum())
+
+    def _start(self, keys: U64) -> tuple[Places, Places]:
+        """Return the first place of each key, and the way from one place to the next."""
+        mixed = keys * self._secret
+        return (mixed >> self._shift).astype(np.int64), (mixed & np.uint64(0xFFFFFFFF)).astype(np.int64) | 1
+
+    def _find(self, keys: U64) -> Places:
+        """Return the place of each key; -1 if it has none."""
+        (place, step), found = self._start(keys), np.full(len(keys), -1, np.int64)
+        left = np.arange(len(keys))
+        while len(left):
+            seen, wanted = self._keys[place], keys[left]
+            hits = seen == wanted
+            found[left[hits]] = place[hits]
+            goes_on = ~hits & (seen != _EMPTY)
+            left, step = left[goes_on], step[goes_on]
+            place = (place[goes_on] + step) & (self.num_places - 1)
+        return found
+
+    def _claim(self, keys: U64) -> Places:
+        """Return the place of each key; those that have none get one."""
+        (place, step), found = self._start(keys), np.full(len(keys), -1, np.int64)
+        left = np.arange(len(keys))
+        while len(left):
+            empty = np.flatnonzero(self._keys[place] == _EMPTY)
+            if len(empty):  # Several keys may come to one place; the last one written has it.
+                self._keys[place[empty]] = keys[left[empty]]
+            hits = self._keys[place] == keys[left]
+            if len(empty):
+                self.num_used += int(hits[empty].sum())
+            found[left[hits]] = place[hits]
+            goes_on = ~hits
+            left, step = left[goes_on], step[goes_on]
+            place = (place[goes_on] + step) & (self.num_places - 1)
+        return found
