@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Publication,
         SaveResult,
     )
+    from kvstore.client.routing import NodeLoad, NodeRank, rank_nodes
     from kvstore.config import StoreConfig
     from kvstore.engine.layout import EngineLayout
     from kvstore.errors import KVStoreError
@@ -56,6 +57,8 @@ __all__ = [
     "Match",
     "MissReason",
     "Namespace",
+    "NodeLoad",
+    "NodeRank",
     "PageAllocator",
     "PageGroup",
     "PagedPrefixCache",
@@ -72,6 +75,7 @@ __all__ = [
     "connect",
     "errors",
     "node_store",
+    "rank_nodes",
     "start",
 ]
 
@@ -89,6 +93,7 @@ _NAMES_IN = {
         "BlockFailure", "FetchResult", "HandoffRoute", "LoadResult", "Match", "MissReason", "Pinned", "Publication",
         "SaveResult",
     ),
+    "client.routing": ("NodeLoad", "NodeRank", "rank_nodes"),
     "config": ("StoreConfig",),
     "engine.layout": ("EngineLayout",),
     "errors": ("KVStoreError",),
