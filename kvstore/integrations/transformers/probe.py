@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from kvstore.errors import InvalidRequest, UnsupportedModel
-from kvstore.integrations.transformers.identity import SUPPORTED, new_cache
+from kvstore.integrations.transformers.cache.columns import new_cache, planes_of
+from kvstore.integrations.transformers.identity import SUPPORTED
 from kvstore.integrations.transformers.prompts import Prompts
 from kvstore.integrations.transformers.witness import Witness
 
@@ -37,7 +38,7 @@ def can_pad(model: Any, device: torch.device) -> bool:
     Afterwards RNG states, settings and hooks are as before.
 
     Args:
-        model: as `generate` runs it, with full attention in every layer.
+        model: as `generate` runs it, with full attention or a sliding window in every layer.
         device: of its KV.
 
     Returns:
@@ -114,8 +115,8 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
     cache, num_filled = new_cache(model), 0
     if filled is not None:
         num_filled = rows.shape[1] - _NUM_FRESH
-        for layer, each in enumerate(filled.cache.layers):
-            cache.update(each.keys[:, :, :num_filled].clone(), each.values[:, :, :num_filled].clone(), layer)
+        for layer, (keys, values) in enumerate(planes_of(filled.cache)):
+            cache.update(keys[:, :, :num_filled].clone(), values[:, :, :num_filled].clone(), layer)
     num_padding = tuple((mask == 0).sum(1).tolist())
     prompts = Prompts(
         input_ids=rows, attention_mask=mask, num_padding=num_padding, num_copies=1, follows_rows=True, may_load=True
@@ -137,7 +138,7 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
         ) from error
     if witness.num_right() < rows.shape[1]:
         return None
-    planes = [plane.double() for layer in cache.layers for plane in (layer.keys, layer.values)]
+    planes = [plane.double() for pair in planes_of(cache) for plane in pair]
     return _Run(planes, output.logits[0].double(), cache)
 
 
