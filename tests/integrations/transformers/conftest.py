@@ -15,7 +15,7 @@ assert _SPEC.loader is not None
 _MODULE = importlib.util.module_from_spec(_SPEC)
 sys.modules.setdefault("kvstore_cluster", _MODULE)
 _SPEC.loader.exec_module(_MODULE)
-socket_folder, cluster_class, _wait_until = _MODULE.socket_folder, _MODULE.cluster_class, _MODULE._wait_until
+socket_folder, cluster_class = _MODULE.socket_folder, _MODULE.cluster_class
 
 VOCAB = 211
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96}
@@ -129,6 +129,11 @@ def wrap(store):
 @pytest.fixture(name="build")
 def _build():
     return build
+
+
+@pytest.fixture(name="wait_until")
+def _wait_until():
+    return _MODULE.wait_until
 
 
 @pytest.fixture(name="build_windowed")

@@ -154,6 +154,15 @@ def test_models_that_pass(build, wrap, tokens, family, dtype):
     assert cached.stats.num_saved_blocks == 4 + 6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_window_that_the_cache_has_and_the_masks_have_not(build, wrap, store, dtype):
+    model = build("Llama", sliding_window=4096, dtype=dtype)  # As in a config that was another family's.
+    with pytest.raises(UnsupportedModel, match="sliding window and its masks have none"):
+        wrap(model)
+    assert store.num_opened == 0
+    assert model.config.sliding_window == 4096
+
+
 def test_a_window_shorter_than_the_trial(build_windowed, wrap, tokens):
     for window in (2, 5, 8):
         model, (_, rows, mask) = build_windowed("Gemma3", sliding_window=window, initializer_range=0.2), padded(tokens)

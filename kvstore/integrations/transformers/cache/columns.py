@@ -52,6 +52,11 @@ def planes_of(cache: DynamicCache) -> Planes:
     ]
 
 
+def windows_of(cache: DynamicCache) -> list[int]:
+    """Return the tokens in the window of each layer that has one."""
+    return [layer.sliding_window for layer in cache.layers if isinstance(layer, KeptWindowLayer)]
+
+
 def keep_windows_only(cache: DynamicCache) -> None:
     """Give up the columns before the windows: the cache then takes the memory that it takes in transformers."""
     for layer in cache.layers:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import zipfile
 
 import pytest
 import torch
@@ -42,10 +44,11 @@ class Trio:
         assert torch.equal(values, self.full.values)
 
 
-def bytes_kept(layer):
-    """Return the memory of the tensors before a layer's window."""
-    tensors = [each.untyped_storage() for pair in layer._earlier for each in pair]
-    return sum({each.data_ptr(): each.nbytes() for each in tensors}.values())
+def tensors_of(layer):
+    """Return the bytes of all memory that a layer's tensors keep."""
+    file = io.BytesIO()
+    torch.save(layer, file)
+    return [each.file_size for each in zipfile.ZipFile(file).infolist() if "/data/" in each.filename]
 
 
 @pytest.mark.parametrize("window", [2, 3, 8, 24])
@@ -116,11 +119,13 @@ def test_a_long_answer_is_a_few_tensors_and_each_column_is_kept_once(num_columns
     layer = KeptWindowLayer(32)
     for _ in range(0, 1000, num_columns):
         layer.update(*torch.randn(2, ROWS, HEADS, num_columns, DIM))
-    num_bytes = 2 * ROWS * HEADS * DIM * 4
-    assert len(layer._earlier) <= 11
-    assert bytes_kept(layer) <= 2 * 1000 * num_bytes
+    column_bytes = 2 * ROWS * HEADS * DIM * 4
+    assert len(tensors_of(layer)) < 30
+    assert sum(tensors_of(layer)) < 2 * (1000 + 32 + 100) * column_bytes
     layer.whole()
-    assert bytes_kept(layer) == 1000 * num_bytes
+    assert sum(tensors_of(layer)) < (1000 + 32 + 100) * column_bytes
+    layer.forget()
+    assert sum(tensors_of(layer)) <= (32 + 100) * column_bytes
 
 
 def test_other_caches_get_the_layers_of_transformers():
