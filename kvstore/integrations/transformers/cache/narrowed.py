@@ -30,12 +30,11 @@ def narrowed(model: Any, window: int) -> Any:
         return modules[id(module)]
 
     found = copied(model)
-    holders = [
-        *(each for each in configs.values() if isinstance(each, PretrainedConfig)),
-        *(each for each in modules.values() if isinstance(each, torch.nn.Module)),
-    ]
-    for holder in holders:
-        own = vars(holder).get("sliding_window")
+    for holder in (*configs.values(), *modules.values()):
+        if isinstance(holder, PretrainedConfig):
+            own = getattr(holder, "sliding_window", None)  # It may be stored under another name.
+        else:
+            own = vars(holder).get("sliding_window") if isinstance(holder, torch.nn.Module) else None
         if type(own) is int and own > window:
             holder.sliding_window = window
     return found
