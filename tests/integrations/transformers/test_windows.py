@@ -153,6 +153,20 @@ def test_decoding_settings_pass_through(build_windowed, tokens, wrap, settings):
     assert torch.equal(answers[2], answers[0])
 
 
+@pytest.mark.parametrize("by", ["call", "the model's own"])
+def test_the_name_of_a_cache_that_gemma_checkpoints_have_is_the_default(build_windowed, tokens, wrap, by):
+    model, prompt, settings = build_windowed("Gemma2"), tokens(100), dict(EXACT)
+    if by == "call":
+        settings["cache_implementation"] = "hybrid"
+    else:
+        model.generation_config.cache_implementation = "hybrid"
+    cached, alone = wrap(model), model.generate(prompt, **settings)
+    for num_wanted in (0, 96):
+        answer, num_loaded = loaded_by(cached, prompt, **settings)
+        assert num_loaded == num_wanted
+        assert same_bits(answer, alone)
+
+
 @pytest.mark.parametrize("kind", ["assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"])
 def test_assisted_decoding_takes_back_columns_and_saves_the_prompt(build_windowed, tokens, wrap, kind):
     model, prompt = build_windowed(), tokens(100)

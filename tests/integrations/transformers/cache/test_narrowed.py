@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 
 from kvstore.integrations.transformers.cache.columns import new_cache, windows_of
 from kvstore.integrations.transformers.cache.narrowed import narrowed
@@ -42,3 +44,13 @@ def test_it_shares_the_weights_and_changes_nothing_else(build_windowed):
 
 def test_a_window_that_is_shorter_stays(build_windowed):
     assert set(windows_of(new_cache(narrowed(build_windowed(sliding_window=3), 4)))) == {3}
+
+
+class Renamed(transformers.MistralConfig):
+    attribute_map: ClassVar = {"sliding_window": "window_tokens"}
+
+
+def test_a_window_with_another_name_in_the_config(build_windowed):
+    model = transformers.MistralForCausalLM(Renamed(**(build_windowed().config.to_dict() | {"window_tokens": 24})))
+    assert set(windows_of(new_cache(model))) == {24}
+    assert set(windows_of(new_cache(narrowed(model, 4)))) == {4}
