@@ -12,19 +12,19 @@ from itertools import chain
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
+from kvstore.integrations.transformers.cache.columns import kinds_without_blocks, new_cache
 from kvstore.integrations.transformers.kinds import name_of
 from kvstore.integrations.transformers.modules import configs_in, configs_of, modules_digest, sources_of
 from kvstore.integrations.transformers.tensors import tensor_digest
 
 SUPPORTED = (
-    "supported are decoder-only models in eval mode whose DynamicCache has one plain DynamicLayer per layer: full "
-    "attention in every layer, K and V of one shape, all on one device"
+    "supported are decoder-only models in eval mode whose DynamicCache has a plain DynamicLayer or a "
+    "DynamicSlidingWindowLayer per layer: full attention or a sliding window of two or more tokens in every layer, K "
+    "and V of one shape, all on one device"
 )
 
 _ROPE_OF_LENGTH = ("dynamic", "longrope")
@@ -68,6 +68,7 @@ def check_supported(model: Any) -> None:
             f"wanted a decoder-only model, got the encoder-decoder {type(model).__name__}; {SUPPORTED}"
         )
     _check_causal(config)
+    _check_chunks(config.get_text_config(decoder=True))
     if found := sorted(kind for kind in _rope_kinds(config) if any(name in kind for name in _ROPE_OF_LENGTH)):
         raise UnsupportedModel(
             f"wanted a RoPE whose angles depend on the position alone, got rope_type {found[0]!r}: KV of a prefix "
@@ -103,6 +104,18 @@ def _check_causal(config: Any) -> None:
                 f"prompts of more than {size} tokens the model chooses which tokens to attend to among all of them, "
                 "later ones too, so KV of a prefix cannot be shared; call model.generate"
             )
+
+
+def _check_chunks(config: Any) -> None:
+    """Refuse attention in chunks: transformers gives it the same cache layers as sliding windows."""
+    kinds = getattr(config, "layer_types", None)
+    layers = getattr(config, "per_layer_config", (config,))
+    sizes = sorted({getattr(layer, "attention_chunk_size", None) or 0 for layer in layers} - {0})
+    if "chunked_attention" in kinds if kinds else sizes:
+        raise UnsupportedModel(
+            f"wanted full attention or a sliding window in every layer, got {type(config).__name__} with attention in "
+            f"chunks (attention_chunk_size={', '.join(map(str, sizes))}), which is not supported yet; {SUPPORTED}"
+        )
 
 
 def check_unadapted(model: Any) -> None:
@@ -141,11 +154,12 @@ def kv_shape(model: Any, block_size: int) -> tuple[KVShape, torch.device]:
             f"{SUPPORTED}"
         ) from error
     layers = cache.layers
-    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no layers"
+    kinds = kinds_without_blocks(cache)
+    if kinds or not layers:
         raise UnsupportedModel(
-            f"wanted full attention in every layer, got a cache of {kinds} in {type(model).__name__} (sliding windows, "
-            f"linear attention and layers that share KV have no blocks to store yet); {SUPPORTED}"
+            f"wanted full attention or a sliding window in every layer, got {', '.join(kinds) or 'no layers'} in the "
+            f"cache of {type(model).__name__} (linear attention, indexes, layers that share KV, and windows of one "
+            f"token have no blocks to store yet); {SUPPORTED}"
         )
     planes = {_describe(plane) for layer in layers for plane in (layer.keys, layer.values)}
     if len(planes) != 1:
@@ -166,11 +180,6 @@ def kv_shape(model: Any, block_size: int) -> tuple[KVShape, torch.device]:
         block_size=block_size,
     )
     return shape, keys.device
-
-
-def new_cache(model: Any) -> DynamicCache:
-    """Return an empty cache as `generate` makes it."""
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) -> Namespace:

@@ -17,6 +17,7 @@ from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import check_count, check_seconds
 from kvstore.config import parse_bytes
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
+from kvstore.integrations.transformers.cache.columns import Planes, keep_windows_only, new_cache, planes_of
 from kvstore.integrations.transformers.first_token import AfterFirstToken
 from kvstore.integrations.transformers.identity import (
     check_mode,
@@ -25,7 +26,6 @@ from kvstore.integrations.transformers.identity import (
     check_version,
     kv_shape,
     namespace_of,
-    new_cache,
 )
 from kvstore.integrations.transformers.link import StoreLike, StoreLink
 from kvstore.integrations.transformers.marks import Marks
@@ -40,8 +40,6 @@ _MOST_STAGING_BYTES = 1 << 48
 
 logger = logging.getLogger(__name__)
 
-Planes = list[tuple[torch.Tensor, torch.Tensor]]
-
 
 class PrefixCachedModel:
     """A Hugging Face decoder model with a prefix cache.
@@ -55,8 +53,8 @@ class PrefixCachedModel:
     not serialised. It must not be sent to other processes; each process makes its own around the same store.
 
     Args:
-        model: a decoder model in eval mode, with full attention in every layer. Its weights must not change while it
-            is wrapped; a change is noticed where torch counts writes.
+        model: a decoder model in eval mode, with full attention or a sliding window in every layer. Its weights must
+            not change while it is wrapped; a change is noticed where torch counts writes.
         store: as `kvstore.start` or `kvstore.connect` returns it.
         block_size: tokens per block; only full blocks are shared.
         model_id: a name of exactly these weights, in every process that shares; spares reading the weights. None takes
@@ -152,13 +150,14 @@ class PrefixCachedModel:
         rows = [self.space.block_hashes(prompts.tokens(row)) for row in range(len(prompts.num_padding))]
         cache = new_cache(self.model)
         began_s = time.perf_counter()
-        planes, width = list[tuple[torch.Tensor, torch.Tensor]](), 0
+        planes, width = Planes(), 0
         if prompts.may_load:
             planes, width = self.link.use(lambda staging: self._load(staging, prompts, rows), (planes, width))
         num_loaded = [max(0, width - padding) for padding in prompts.num_padding]
         if width:
             for layer, (keys, values) in enumerate(planes):
                 cache.update(keys[:, :, :width], values[:, :, :width], layer)
+            planes.clear()  # The cache has copies.
             if prompts.num_copies > 1:
                 cache.batch_repeat_interleave(prompts.num_copies)
         self._count(
@@ -170,7 +169,13 @@ class PrefixCachedModel:
         first = [tokens // self.space.shape.block_size for tokens in num_loaded]
         sees_answer = self._save_generated and prompts.follows_rows
         witness = Witness(self.model, cache, prompts, width, sees_answer=sees_answer)
-        saving = AfterFirstToken(lambda: self._save(prompts, rows, cache, first, witness.num_right()))
+
+        def save_prompt() -> None:
+            self._save(prompts, rows, cache, first, witness.num_right())
+            if not sees_answer:
+                keep_windows_only(cache)
+
+        saving = AfterFirstToken(save_prompt)
         criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), saving])
         try:
             with witness:
@@ -194,6 +199,7 @@ class PrefixCachedModel:
             ]
             num_prompt_blocks = [len(hashes) for hashes in rows]
             self._save(prompts, answered, cache, num_prompt_blocks, witness.num_right_of(sequences))
+            keep_windows_only(cache)
         return output
 
     def close(self) -> None:
@@ -244,11 +250,11 @@ class PrefixCachedModel:
             hashes[: max(0, num_right - padding) // size]
             for hashes, padding in zip(rows, prompts.num_padding, strict=True)
         ]
-        why, planes = "decoding filled the cache with something else", list[tuple[torch.Tensor, torch.Tensor]]()
+        why, planes = "decoding filled the cache with something else", Planes()
         try:
             self._check_model()  # Since the call began; what was computed may be of both models.
-            if any(known):
-                planes = [(layer.keys, layer.values) for layer in cache.layers]
+            if any(len(sure) > begin for sure, begin in zip(known, first, strict=True)):
+                planes = planes_of(cache)
                 self._check_planes(planes, len(rows) * prompts.num_copies)
         except (InvalidRequest, UnsupportedModel, LayoutMismatch) as error:
             why, known = str(error), [hashes[:0] for hashes in rows]

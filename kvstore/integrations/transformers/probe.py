@@ -14,12 +14,17 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from kvstore.errors import InvalidRequest, UnsupportedModel
-from kvstore.integrations.transformers.identity import SUPPORTED, new_cache
+from kvstore.integrations.transformers.cache.columns import new_cache, planes_of, windows_of
+from kvstore.integrations.transformers.cache.narrowed import narrowed
+from kvstore.integrations.transformers.identity import SUPPORTED
 from kvstore.integrations.transformers.prompts import Prompts
 from kvstore.integrations.transformers.witness import Witness
 
 _NUM_PADDING, _NUM_FIRST, _NUM_FRESH = 7, 5, 4
 """Numbers of padding columns, ordinary prefix tokens, and columns computed behind a filled cache."""
+
+_WINDOW = 4
+"""Most tokens in a sliding window of the trial, so that it shows what happens behind a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +37,12 @@ class _Run:
 
 
 def can_pad(model: Any, device: torch.device) -> bool:
-    """Run a model five times on a dozen tokens, and compare KV and logits.
+    """Run a model five times on a dozen tokens, with short sliding windows if it has any, and compare KV and logits.
 
     Afterwards RNG states, settings and hooks are as before.
 
     Args:
-        model: as `generate` runs it, with full attention in every layer.
+        model: as `generate` runs it, with full attention or a sliding window in every layer.
         device: of its KV.
 
     Returns:
@@ -47,6 +52,7 @@ def can_pad(model: Any, device: torch.device) -> bool:
         UnsupportedModel: a prompt computed behind a filled cache gets other KV than in one run, or the model computes
             other tokens or positions than those of the prompt.
     """
+    model = _with_short_windows(model)
     tokens, special = _tokens_of(model)
     first, fresh = tokens[:_NUM_FIRST], tokens[_NUM_FIRST : _NUM_FIRST + _NUM_FRESH]
     long = torch.tensor([[*first, *special, *fresh]], device=model.device)
@@ -67,7 +73,8 @@ def can_pad(model: Any, device: torch.device) -> bool:
             raise UnsupportedModel(
                 f"wanted KV that depends on the tokens before it alone, but {type(model).__name__} computes a prompt "
                 "otherwise behind a filled cache than in one run, or gives its tokens other positions than 0, 1, 2.. "
-                f"(as M-RoPE does, or counting those that look like padding); {SUPPORTED}"
+                "(as M-RoPE does, or counting those that look like padding), or its cache has a sliding window and its "
+                f"masks have none; {SUPPORTED}"
             )
         width = short.shape[1] + _NUM_PADDING
         rows = torch.full((2, width), tokens[-1], dtype=long.dtype, device=model.device)
@@ -83,6 +90,22 @@ def can_pad(model: Any, device: torch.device) -> bool:
             for found in (padded, going_on)
             for row, (wanted, num_tokens) in enumerate(((alone, short.shape[1]), (whole, long.shape[1])))
         )
+
+
+def _with_short_windows(model: Any) -> Any:
+    """Return the model, or a copy whose sliding windows are shorter than the trial.
+
+    In some models the cache has windows and the masks do not. In a prompt shorter than the window nothing shows that.
+    """
+    if not windows_of(new_cache(model)):
+        return model
+    model = narrowed(model, _WINDOW)
+    if (longest := max(windows_of(new_cache(model)))) > _WINDOW:
+        raise UnsupportedModel(
+            f"wanted sliding windows that the config calls sliding_window, got one of {longest} tokens from elsewhere "
+            f"in {type(model).__name__}, so it cannot be tried out on a few tokens; {SUPPORTED}"
+        )
+    return model
 
 
 def _tokens_of(model: Any) -> tuple[list[int], list[int]]:
@@ -114,8 +137,8 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
     cache, num_filled = new_cache(model), 0
     if filled is not None:
         num_filled = rows.shape[1] - _NUM_FRESH
-        for layer, each in enumerate(filled.cache.layers):
-            cache.update(each.keys[:, :, :num_filled].clone(), each.values[:, :, :num_filled].clone(), layer)
+        for layer, (keys, values) in enumerate(planes_of(filled.cache)):
+            cache.update(keys[:, :, :num_filled].clone(), values[:, :, :num_filled].clone(), layer)
     num_padding = tuple((mask == 0).sum(1).tolist())
     prompts = Prompts(
         input_ids=rows, attention_mask=mask, num_padding=num_padding, num_copies=1, follows_rows=True, may_load=True
@@ -137,7 +160,7 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
         ) from error
     if witness.num_right() < rows.shape[1]:
         return None
-    planes = [plane.double() for layer in cache.layers for plane in (layer.keys, layer.values)]
+    planes = [plane.double() for pair in planes_of(cache) for plane in pair]
     return _Run(planes, output.logits[0].double(), cache)
 
 

@@ -21,6 +21,9 @@ _REFEED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "token
 _OF_ALL_COLUMNS = ("output_hidden_states", "output_attentions")
 """Outputs for each column of a run: those of loaded columns would be missing."""
 
+_DEFAULT_CACHE = (None, "dynamic", "hybrid")
+"""Names of the default cache; many Gemma checkpoints have "hybrid", which generate has come to ignore."""
+
 _OTHER_LOOPS = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
 """Settings with which `generate` runs a loop from elsewhere, as custom_generate does."""
 
@@ -96,7 +99,7 @@ def read_prompts(
         found = (options.get(name), *(getattr(each, name, None) for each in settings))
         return next((value for value in found if value is not None), None)
 
-    if setting("cache_implementation") not in (None, "dynamic") or setting("use_cache") is False:
+    if setting("cache_implementation") not in _DEFAULT_CACHE or setting("use_cache") is False:
         raise InvalidRequest(
             f"wanted the default DynamicCache, got cache_implementation={setting('cache_implementation')!r}, "
             f"use_cache={setting('use_cache')!r}; leave both out: static, offloaded and quantised caches have no "

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import InvalidRequest
+from kvstore.integrations.transformers.cache.columns import num_columns
 from kvstore.integrations.transformers.prompts import Prompts
 
 
@@ -64,7 +64,7 @@ class Witness:
 
     def num_right(self) -> int:
         """Return how many leading columns hold, in every layer, KV of the prompts and of nothing else."""
-        return min(self._num_right, self._num_held())
+        return min(self._num_right, num_columns(self._cache))
 
     def num_right_of(self, sequences: torch.Tensor) -> int:
         """Return `num_right` for prompts with their answers, [num_rows, ...], each in one row of the cache."""
@@ -83,7 +83,7 @@ class Witness:
             if bool(padding.any()) if positions is None else positions.dim() != 2 or bool((positions != wanted).any()):
                 return min(start, num_right)
             num_right = end  # It overwrites columns that were fed before and taken back.
-        return min(num_right, self._num_held())
+        return min(num_right, num_columns(self._cache))
 
     def _num_unchanged(self, sequences: torch.Tensor) -> int:
         """Return how many leading columns are still those of the prompts: generate's own copy can be edited."""
@@ -98,7 +98,7 @@ class Witness:
         """Check a run of the model before it begins; other threads run the same model on other caches."""
         if given is None or given.get("past_key_values") is not self._cache:
             return
-        start, width = self._num_held(), self._tokens.shape[1]
+        start, width = num_columns(self._cache), self._tokens.shape[1]
         tokens, positions = given.get("input_ids"), given.get("position_ids")
         if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
             self._num_right = min(self._num_right, start)
@@ -114,14 +114,6 @@ class Witness:
             self._refuse_if_loaded(f"{tokens.shape[1]} other tokens, or tokens at other positions,")
         elif start <= self._num_right:
             self._num_right = end
-
-    def _num_held(self) -> int:
-        """Return how many columns every layer holds; 0 if layers differ, or one is no plain DynamicLayer."""
-        layers = self._cache.layers
-        if any(type(layer) is not DynamicLayer for layer in layers):
-            return 0
-        counts = {int(layer.get_seq_length()) for layer in layers}
-        return counts.pop() if len(counts) == 1 else 0
 
     def _is_of_prompt(
         self, start: int, end: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: Any

@@ -22,12 +22,23 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "interm
 #: No token ends an answer or is padding unless a test says so.
 TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+WINDOWED = {
+    "Mistral": {"sliding_window": 24},  # all layers
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},  # all but the first
+    "Gemma2": {},
+    "Gemma3": {},
+    "GptOss": {},
+}
+"""Families with sliding windows of 24 tokens, and the changes that turn them on."""
 FAMILIES = {
     "Llama": GQA,
     "Qwen2": GQA,
     "Qwen3": GQA | {"head_dim": 16},
     "Mistral": GQA | {"sliding_window": None},
     "GPTNeoX": {"num_attention_heads": 4, "max_position_embeddings": 512},  # multi-head, rotary over a part
+    "Gemma2": GQA | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},  # every second layer
+    "Gemma3": GQA | {"head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 3},  # two of three layers
+    "GptOss": GQA | {"head_dim": 16, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GPT2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "vocab_size": VOCAB},  # learned positions
 }
 
@@ -39,9 +50,16 @@ def build(family="Llama", seed=1, dtype="float32", **changes):
 
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     sizes = FAMILIES[family] if family == "GPT2" else SIZES | FAMILIES[family]
-    config = getattr(transformers, f"{family}Config")(**(sizes | TOKENS | changes))
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(
+        **(sizes | TOKENS | changes)
+    )
     torch.manual_seed(seed)
     return getattr(transformers, f"{family}{head}")(config).to(getattr(torch, dtype)).eval()
+
+
+def build_windowed(family="Mistral", **changes):
+    """Return a model with sliding windows of 24 tokens."""
+    return build(family, **(WINDOWED[family] | changes))
 
 
 def tokens(num_tokens, seed=0):
@@ -111,6 +129,16 @@ def wrap(store):
 @pytest.fixture(name="build")
 def _build():
     return build
+
+
+@pytest.fixture(name="wait_until")
+def _wait_until():
+    return _MODULE.wait_until
+
+
+@pytest.fixture(name="build_windowed")
+def _build_windowed():
+    return build_windowed
 
 
 @pytest.fixture(name="tokens")

@@ -24,25 +24,24 @@ EXACT = {
 class Reader:
     def __init__(self, store, make_model):
         torch.set_num_threads(1)
-        self.cached = PrefixCachedModel(make_model(), store)
+        self.store, self.make_model = store, make_model
 
-    def generate(self, prompt):
-        answer = self.cached.generate(prompt, **EXACT)
-        return answer.sequences, torch.stack(answer.logits), self.cached.stats
-
-    def close(self):
-        self.cached.close()
+    def generate(self, family, prompt):
+        with PrefixCachedModel(self.make_model(family), self.store) as cached:
+            answer = cached.generate(prompt, **EXACT)
+            return answer.sequences, torch.stack(answer.logits), cached.stats
 
 
-def make_model():
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_model(family):
+    import transformers
 
     torch.manual_seed(1)
-    config = LlamaConfig(
+    windows = {"sliding_window": 24} if family == "Mistral" else {}
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=211, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None, **windows,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
 @pytest.fixture
@@ -65,18 +64,20 @@ def reader(store, node_ids):
 
 
 def test_a_process_on_another_node_loads_what_this_one_computed(store, reader, tokens):
-    model, prompt = make_model(), tokens(100)
-    alone = model.generate(prompt, **EXACT)
-    with PrefixCachedModel(model, store) as cached:
-        cached.generate(prompt, **EXACT)
-        assert cached.stats.num_saved_blocks == 6
+    prompt, num_bytes = tokens(100), 0
+    for family in ("Llama", "Mistral"):
+        model = make_model(family)
+        alone = model.generate(prompt, **EXACT)
+        with PrefixCachedModel(model, store) as cached:
+            cached.generate(prompt, **EXACT)
+            assert cached.stats.num_saved_blocks == 6
 
-    sequences, logits, stats = ray.get(reader.generate.remote(prompt), timeout=60)
+        sequences, logits, stats = ray.get(reader.generate.remote(family, prompt), timeout=60)
 
-    assert stats.num_loaded_tokens == 96
-    assert (stats.num_store_failures, stats.num_saved_blocks) == (0, 0)
-    assert torch.equal(sequences, alone.sequences)
-    assert torch.equal(logits, torch.stack(alone.logits))
-    moved = sum((node.get("nixl") or {}).get("num_bytes", 0) for node in store.stats()["nodes"].values())
-    assert moved == 6 * cached.space.shape.block_bytes
-    ray.get(reader.close.remote(), timeout=30)
+        assert stats.num_loaded_tokens == 96
+        assert (stats.num_store_failures, stats.num_saved_blocks) == (0, 0)
+        assert torch.equal(sequences, alone.sequences)
+        assert torch.equal(logits, torch.stack(alone.logits))
+        moved = sum((node.get("nixl") or {}).get("num_bytes", 0) for node in store.stats()["nodes"].values())
+        num_bytes += 6 * cached.space.shape.block_bytes
+        assert moved == num_bytes

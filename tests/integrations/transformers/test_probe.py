@@ -146,12 +146,32 @@ def test_it_costs_five_short_runs(build, wrap):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "GPTNeoX", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPTNeoX", "GPT2"])
 def test_models_that_pass(build, wrap, tokens, family, dtype):
     _, rows, mask = padded(tokens)
     cached = wrap(build(family, dtype=dtype, initializer_range=0.2), model_id="random")
     cached.generate(rows, attention_mask=mask, **GREEDY)
     assert cached.stats.num_saved_blocks == 4 + 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_window_that_the_cache_has_and_the_masks_have_not(build, wrap, store, dtype):
+    model = build("Llama", sliding_window=4096, dtype=dtype)  # As in a config that was another family's.
+    with pytest.raises(UnsupportedModel, match="sliding window and its masks have none"):
+        wrap(model)
+    assert store.num_opened == 0
+    assert model.config.sliding_window == 4096
+
+
+def test_a_window_shorter_than_the_trial(build_windowed, wrap, tokens):
+    for window in (2, 5, 8):
+        model, (_, rows, mask) = build_windowed("Gemma3", sliding_window=window, initializer_range=0.2), padded(tokens)
+        cached = wrap(model)
+        for _ in range(2):
+            answer = cached.generate(rows, attention_mask=mask, **GREEDY)
+            assert torch.equal(answer.sequences, model.generate(rows, attention_mask=mask, **GREEDY).sequences)
+        assert cached.stats.num_saved_blocks == 4 + 6
+        assert cached.stats.num_loaded_tokens == 48 + 80
 
 
 def test_nothing_of_it_stays(build, wrap):

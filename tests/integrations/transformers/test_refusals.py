@@ -23,7 +23,9 @@ MLA = {
 
 
 def make(name, **changes):
-    config = getattr(transformers, f"{name.split(':')[0]}Config")(**changes)
+    kind, _, _ = name.partition(":")
+    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config = config(**changes)
     return getattr(transformers, name.replace(":", ""))(config).eval()
 
 
@@ -31,19 +33,25 @@ DYNAMIC_ROPE = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope
 T5 = {"vocab_size": 211, "d_model": 32, "d_kv": 8, "num_layers": 1}
 MAMBA = {"vocab_size": 211, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
 BOTH_WAYS = {"is_causal": False}
-WINDOW_ABOVE = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+BOTH_WAYS_IN_WINDOWS = {"use_bidirectional_attention": True, "sliding_window": 8, "initializer_range": 0.2}
+CHUNKS = {"head_dim": 16, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96}
+WINDOWS = {"head_dim": 16, "sliding_window": 8, "vocab_size_per_layer_input": 211, "hidden_size_per_layer_input": 16}
+SHARED = WINDOWS | {"num_kv_shared_layers": 1, "laurel_rank": 8, "activation_sparsity_pattern": None}
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
         ("T5:ForConditionalGeneration", T5, "encoder-decoder"),
-        ("Mistral:ForCausalLM", SMALL | {"sliding_window": 32}, "DynamicSlidingWindowLayer"),
-        ("Qwen2:ForCausalLM", SMALL | WINDOW_ABOVE, "DynamicSlidingWindowLayer"),
+        ("Mistral:ForCausalLM", SMALL | {"sliding_window": 1}, "DynamicSlidingWindowLayer.*windows of one token"),
+        ("Llama4:ForCausalLM", SMALL | CHUNKS, r"in chunks \(attention_chunk_size=8\)"),
+        ("Gemma3n:ForCausalLM", SMALL | SHARED, "DummyLayer"),
+        ("Gemma4:ForCausalLM", SMALL | WINDOWS | {"global_head_dim": 32}, "K and V of one shape"),
         ("Mamba:ForCausalLM", MAMBA, "Mamba"),
         ("DeepseekV3:ForCausalLM", SMALL | MLA, "K and V of one shape"),
         ("Llama:ForCausalLM", SMALL | DYNAMIC_ROPE, "dynamic"),
         ("Llama:ForCausalLM", SMALL | BOTH_WAYS, "is_causal=False"),
+        ("Gemma3:ForCausalLM", SMALL | BOTH_WAYS_IN_WINDOWS, "depends on"),
         ("Gemma:ForCausalLM", SMALL | {"use_bidirectional_attention": True, "initializer_range": 0.2}, "depends on"),
         ("Doge:ForCausalLM", SMALL, "keep_window_size=2048"),
     ],

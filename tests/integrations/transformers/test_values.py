@@ -350,4 +350,4 @@ def test_stock_models_and_plain_ones_share_over_processes(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         answers.append(done.stdout.split())
     assert answers[0] == answers[1]
-    assert len(answers[0]) == 2 * 15
+    assert len(answers[0]) == 2 * 18

@@ -81,6 +81,22 @@ ENTRY: tuple[Mutant, ...] = (
         "tests/integrations/transformers/test_probe.py::test_positions_that_tokens_decide[config]",
     ),
     bug(
+        "a window is trusted",
+        "transformers 5.23: any config with sliding_window gets window layers, whatever the masks are",
+        "kvstore.integrations.transformers.probe",
+        "    model = _with_short_windows(model)\n",
+        "",
+        "tests/integrations/transformers/test_probe.py::test_a_window_that_the_cache_has_and_the_masks_have_not",
+    ),
+    bug(
+        "columns that leave a window with a crop are lost",
+        "transformers 5.23: with an assistant, layers keep all columns until the crop",
+        "kvstore.integrations.transformers.cache.window_layer",
+        "        if keys is not None:\n",
+        "        if False:\n",
+        "tests/integrations/transformers/cache/test_window_layer.py::test_steps_that_are_taken_back",
+    ),
+    bug(
         "an address is a weight's name",
         "ours: freed weights, and others read in at their address",
         "kvstore.integrations.transformers.marks",
