@@ -219,26 +219,26 @@ class PeerBook:
             old.close()
         return peer
 
-    def of_life(self, node_id: str, epoch: bytes) -> Peer:
+    def of_life(self, node_id: str, epoch: bytes, within_s: float | None = None) -> Peer:
         """Return an open connection to a node's store, in the life `epoch` if it runs.
 
         A connection to a store that has ended stays open until it is used.
 
         Raises:
             PeerLost: it cannot be reached; it is backed off.
-            TransferTimeout: as for `get`.
+            TransferTimeout: as for `get`, also if only the connection to its later life took too long.
         """
-        peer = self.get(node_id)
+        peer = self.get(node_id, within_s)
         if peer.epoch == epoch:
             return peer
-        with contextlib.closing(self._connect(node_id, self._find(node_id), None)) as client:
+        with contextlib.closing(self._connect(node_id, self._find(node_id), within_s)) as client:
             if client.hello["epoch"] == peer.epoch.hex():
                 return peer
         with self._lock:
             if self.peers.get(node_id) is peer:
                 del self.peers[node_id]
         peer.close()
-        return self.get(node_id)
+        return self.get(node_id, within_s)
 
     def _owner_key(self, node_id: str) -> bytes:
         # A different key for each node: a peer cannot use its key to act as this store at other nodes.
