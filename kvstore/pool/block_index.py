@@ -88,9 +88,8 @@ class BlockIndex:
     `num_children` counts the blocks, ready or being written, that hang on a block: it is not evicted before them. For a
     parent that is not here its space counts them, until it comes. `depth` is the number of a block in its chain, as its
     writer gave it; it is always above that of the block it hangs on, so no block hangs on itself. `claims` says with
-    which others a slot was claimed.
-
-    `presence` counts the first blocks of chains, those being written too: a lookup may wait for them. `eviction` is told of blocks without children.
+    which others a slot was claimed. `presence` counts the first blocks of chains, also those that are being written,
+    `eviction` is told of blocks without children.
     """
 
     def __init__(self, num_slots: int, presence: PresenceCounts, eviction: PriorityOrder) -> None:
@@ -175,7 +174,7 @@ class BlockIndex:
     ) -> None:
         """Put the blocks of a new claim, given with the hash before each, into its slots; they are being written."""
         space, claimed, num_children = self._open(namespace), run.slots, self.num_children
-        if parents[0] == namespace:  # Only the first block of a claim can be a chain's first.
+        if parents[0] == namespace:  # Only the first of a claim can be a chain's first. A lookup may wait for it.
             self.presence.add(hashes[0])
         space.writing.update(zip(hashes, claimed, strict=True))
         index, count = run.whole.index, len(claimed)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -29,6 +30,8 @@ from kvstore.pool.slots import SlotTable
 from kvstore.pool.watches import WatchTable
 from kvstore.pool.writes import WriteTable, WriteTerms
 from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Grant", "PinKind", "Pool", "PoolStats", "StoreTicket"]
 
@@ -397,7 +400,7 @@ class Pool:
             chain: blocks that other callers, or several ranks, are writing.
             then: called once, without the pool's lock, on the thread that ends the waiting, which may be this one;
                 with the number of leading blocks that are here. It is called when all are, when the first that is
-                not here is not being written either, or at once when too many wait already.
+                not here is not being written either, or at once when too many wait already. What it raises is logged.
 
         Returns:
             A number for `end_watch`.
@@ -600,9 +603,15 @@ class Pool:
 
 
 def _after(calls: list[Callable[[], None]], result: int) -> int:
-    """Call the watchers that a step settled, now without the lock; return the step's result."""
+    """Call the watchers that a step settled, now without the lock; return the step's result.
+
+    The step is done. An error of one watcher is neither its caller's nor that of the other watchers.
+    """
     for call in calls:
-        call()
+        try:
+            call()
+        except Exception:
+            logger.exception("a wait for blocks has ended, but its caller could not be told")
     return result
 
 
