@@ -50,7 +50,8 @@ class Pool:
 
     Args:
         num_slots: number of slots; 0 on a node to which no namespace has attached yet.
-        max_pinned: how many slots leases may hold at once; beyond it, granted prefixes are shorter.
+        max_pinned: how many slots leases may hold at once; beyond it, granted prefixes are shorter. What `hold` and
+            `hold_victims` pin has a 32nd of the slots beside it.
         max_hard_pinned: how many of these slots hard pins may hold; half of `max_pinned` when None.
         epoch: the life of this pool's store; a random one when None.
         presence: updated with the chains that begin here.
@@ -167,7 +168,8 @@ class Pool:
             owner: of the lease; only this owner can release it.
 
         Returns:
-            The lease, and the pinned blocks as far as the budget of pins has room; (0, []) when there is none.
+            The lease, and the pinned blocks as far as there is room; (0, []) when there is none. A 32nd of the slots
+            can be pinned so where clients have used up the budget of pins.
         """
         with self._step("hold"):
             return self.leases.pin_slots(slots, namespace, owner)
@@ -197,7 +199,7 @@ class Pool:
         The owner ends the pin with `evict_held`. With `release` they stay, and have their places in the order again.
 
         Args:
-            num_blocks: pin at most so many; fewer if the budget of pins has no room, or fewer can be evicted.
+            num_blocks: pin at most so many; fewer if there is no room, as for `hold`, or fewer can be evicted.
             owner: of the pin.
         """
         with self._step("hold_victims"):
