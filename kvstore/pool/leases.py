@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, HeldBlock, PinKind, Victims
+from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import MAX_HELD_BLOCKS, MAX_LEASES
 from kvstore.errors import LeaseReleased, PoolExhausted
 from kvstore.pool.owners import OwnedTable
@@ -60,7 +61,9 @@ class LeaseTable(OwnedTable[_Lease]):
         #: Slots that other tiers have pinned, and how many of them the budget does not count.
         self._num_lent, self._most_lent = 0, max(1, table.num_slots // _LENT_SHARE)
 
-    def pin(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> Grant:
+    def pin(
+        self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind, retention: Retention = NORMAL
+    ) -> Grant:
         """Pin the readable prefix of a chain under a new lease, as far as the budgets allow.
 
         Raises:
@@ -73,7 +76,7 @@ class LeaseTable(OwnedTable[_Lease]):
                 "not needed, and pin the blocks of a prompt once"
             )
         lease_id = self.new_id()
-        lease, num_refused = self._take(chain, owner, deadline_s, kind)
+        lease, num_refused = self._take(chain, owner, deadline_s, kind, retention)
         self.add(lease_id, lease)
         self.num_soft_pins += kind is PinKind.SOFT
         return Grant(lease_id, lease.slots.packed, lease.generations, num_refused, self._epoch)
@@ -127,7 +130,9 @@ class LeaseTable(OwnedTable[_Lease]):
         self._num_lent += num_idle
         return lease_id
 
-    def grow(self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float) -> Grant:
+    def grow(
+        self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float, retention: Retention = NORMAL
+    ) -> Grant:
         """Pin the readable prefix of a chain under an existing lease, and renew that.
 
         Raises:
@@ -138,7 +143,7 @@ class LeaseTable(OwnedTable[_Lease]):
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
         self._check_room()
         # A load from peers brought these blocks, and their claim was their use.
-        more, num_refused = self._take(chain, owner, deadline_s, lease.kind, is_use=False)
+        more, num_refused = self._take(chain, owner, deadline_s, lease.kind, retention, is_use=False)
         self.num_blocks += len(more.slots)
         lease.slots = join([lease.slots, more.slots])
         lease.generations += more.generations
@@ -175,7 +180,14 @@ class LeaseTable(OwnedTable[_Lease]):
             )
 
     def _take(
-        self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind, *, is_use: bool = True
+        self,
+        chain: BlockHashes,
+        owner: str,
+        deadline_s: float,
+        kind: PinKind,
+        retention: Retention,
+        *,
+        is_use: bool = True,
     ) -> tuple[_Lease, int]:
         table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
         columns, count = table.columns, len(found)
@@ -192,7 +204,7 @@ class LeaseTable(OwnedTable[_Lease]):
             columns.pin(slots)
         if kind is PinKind.HARD:
             self.hard_pins.update(slots)
-        stamp = table.eviction.touched(slots, is_use=is_use)
+        stamp = table.eviction.touched(slots, is_use=is_use, retention=retention)
         if self._on_used is not None and count:
             self._on_used(chain.namespace, list(slots), is_use)
         lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp)

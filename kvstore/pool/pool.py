@@ -115,7 +115,9 @@ class Pool:
         with self._lock:
             return chain.hash_at(0) in self.table.index.space_of(chain.namespace).writing
 
-    def pin_prefix(self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
+    def pin_prefix(
+        self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0, *, retention: Retention = NORMAL
+    ) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
 
         Args:
@@ -123,6 +125,7 @@ class Pool:
             owner: of the lease; only this owner can release it.
             deadline_s: of kvstore.runtime.clock; before it, the pool never takes the lease back.
             lease_id: adds the blocks to this lease instead of making one.
+            retention: what the reader says of the blocks. Those that are LOW become NORMAL, unless it is LOW, too.
 
         Returns:
             The part of the prefix that fits in the budget of pins.
@@ -134,8 +137,8 @@ class Pool:
         _check_deadline(deadline_s)
         with self._step("pin_prefix"):
             if lease_id:
-                return self.leases.grow(lease_id, chain, owner, deadline_s)
-            return self.leases.pin(chain, owner, deadline_s, PinKind.LEASE)
+                return self.leases.grow(lease_id, chain, owner, deadline_s, retention)
+            return self.leases.pin(chain, owner, deadline_s, PinKind.LEASE, retention)
 
     def pin(self, chain: BlockHashes, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
         """Pin the readable prefix of a run, HARD or SOFT, until it is released.
