@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.client.results import MissReason
+from kvstore.errors import TransferTimeout
 from kvstore.handoff.source_claim import SourceClaim
 from kvstore.node.handoff_peers import HandoffPeers
 from kvstore.remote.peers import PeerAddress
@@ -56,10 +57,27 @@ def test_at_a_silent_address_a_short_fetch_ends_in_about_its_time(nodes, silent,
     source, target, peers = nodes
     ticket = source.publish(range(3))
     with monkeypatch.context() as patch:
-        patch.setattr(peers, "resolve", lambda node_id: silent)
+        patch.setattr(peers, "resolve", lambda node_id, within_s: silent)
         assert missed(target, ticket) is MissReason.TIMEOUT
     assert given_s == [1.0]
     assert peers.is_usable("a"), "it had little time to answer"
+    assert fetch(target, ticket, range(3)).num_peer == 3
+
+
+def test_where_the_cluster_does_not_name_the_address_a_short_fetch_ends_in_about_its_time(nodes, monkeypatch):
+    """It asks the actor of the node's store, which is stopped, too."""
+    source, target, peers = nodes
+    ticket, asked_s = source.publish(range(3)), []
+
+    def hung(node_id, within_s):
+        asked_s.append(within_s)
+        raise TransferTimeout("the actor does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "resolve", hung)
+        assert missed(target, ticket) is MissReason.TIMEOUT
+    assert asked_s == [1.0]
+    assert peers.is_usable("a")
     assert fetch(target, ticket, range(3)).num_peer == 3
 
 
@@ -80,7 +98,7 @@ def test_to_look_for_a_later_life_of_a_silent_store_takes_the_time_of_its_fetch(
     ticket = dataclasses.replace(source.publish(range(3)), epoch=b"laterone")
     peers.get("a")
     del given_s[:]
-    monkeypatch.setattr(peers, "resolve", lambda node_id: silent)
+    monkeypatch.setattr(peers, "resolve", lambda node_id, within_s: silent)
     assert missed(target, ticket) is MissReason.TIMEOUT
     assert given_s == [1.0]
 
