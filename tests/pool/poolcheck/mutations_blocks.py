@@ -174,7 +174,7 @@ BLOCKS = (
         INDEX,
         "                self.presence.drop(own)\n",
         "                pass\n",
-        f"{PRESENCE_RULES}::test_what_is_being_written_is_not_surely_absent_until_that_fails",
+        f"{POOL_WRITES}::test_a_watch_tells_when_a_writer_gives_up_and_the_next_takes_over",
     ),
     bug(
         "a counter that was full goes down",
