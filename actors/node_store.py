@@ -57,9 +57,9 @@ class NodeStore:
         self._keeper = MoverKeeper(node_id, self._start_mover, self._mover.wait_ready, self._config.call_timeout_s)
         self._keeper.start()
 
-    def _resolve_peer(self, node_id: str) -> PeerAddress:
+    def _resolve_peer(self, node_id: str, within_s: float) -> PeerAddress:
         what, name = f"store of node {node_id}", actor_name(self._config.name, "node", node_id)
-        address: PeerAddress = call(what, find_actor(name).peer_address, timeout_s=self._config.call_timeout_s)
+        address: PeerAddress = call(what, find_actor(name).peer_address, timeout_s=within_s)
         return address
 
     def _resolve_directory(self) -> PeerAddress:

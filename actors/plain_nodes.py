@@ -157,7 +157,7 @@ def _run_store(node_id: str, config: StoreConfig) -> None:
             raise PeerLost(f"wanted one of {sorted(known)}, got {name!r}")
         return PeerAddress(*known[name])
 
-    core = NodeCore(node_id, config, _HOST, find, lambda: find(""), lambda: keeper.replace())
+    core = NodeCore(node_id, config, _HOST, lambda name, _: find(name), lambda: find(""), lambda: keeper.replace())
     keeper = MoverKeeper(node_id, lambda: _ChildMover(core), core.state.mover.wait_ready, config.call_timeout_s)
     keeper.start()
     where = core.peer_address()

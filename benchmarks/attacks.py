@@ -54,7 +54,7 @@ def serve() -> None:
     sys.setswitchinterval(1e-4)  # As a node store's process does.
     directory = DirectoryServer("127.0.0.1")
 
-    def nobody(node_id: str) -> Any:
+    def nobody(node_id: str, within_s: float) -> Any:
         raise PeerLost(f"there is no node {node_id}")
 
     core = NodeCore("a", StoreConfig(capacity_bytes=1 << 22), "127.0.0.1", nobody, directory.address)

@@ -37,6 +37,8 @@ class Retention:
 
 #: Of all blocks for which nothing else was said.
 NORMAL = Retention()
+#: Of a reader of LOW priority: it makes no block NORMAL, and none LOW.
+OF_LOW_READER = Retention(Priority.LOW, -math.inf)
 
 
 def as_priority(value: object) -> Priority:

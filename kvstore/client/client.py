@@ -297,6 +297,7 @@ class Client:
         timeout_s: float | None = None,
         on_queued: Callable[[], None] | None = None,
         num_copy_threads: int = 0,
+        priority: Priority | str = Priority.NORMAL,
     ) -> Job[LoadResult]:
         """Bring stored blocks into the engine's cache, from this node's memory or from other nodes.
 
@@ -313,6 +314,8 @@ class Client:
                 fails or the copies outlast the lease. If it raises, the job ends with that error.
             num_copy_threads: threads that share the copies into a cache in host memory; the caller knows what else uses
                 its cores. 0 means a quarter of the cores, from one to four.
+            priority: "low" for a job whose blocks matter little: what is LOW in this node's memory stays so. Any other
+                makes it NORMAL, because others use it, too. A load raises nothing to HIGH.
 
         Returns:
             A job; its result gives the usable prefix, and a reason for each block that is not usable. Blocks after the
@@ -324,7 +327,7 @@ class Client:
                 nothing counts as loaded.
         """
         return load.begin_load(
-            self._attached, hashes, block_ids, skip_prefix_tokens, timeout_s, on_queued, num_copy_threads
+            self._attached, hashes, block_ids, skip_prefix_tokens, timeout_s, on_queued, num_copy_threads, priority
         )
 
     def prefetch(self, hashes: BlockHashes, *, timeout_s: float | None = None) -> Job[LoadResult]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
+from kvstore.blocks.priority import Priority, as_priority
 from kvstore.bounds import MAX_COPY_THREADS, MAX_SLOTS, check_callable, check_count
 from kvstore.client.attachment import Attachment
 from kvstore.client.job import Job
@@ -50,9 +51,10 @@ def begin_load(
     timeout_s: float | None,
     on_queued: Callable[[], None] | None,
     num_copy_threads: int,
+    priority: object,
 ) -> Job[LoadResult]:
     """Begin `Client.load`; see there for the arguments."""
-    copier, chain = attached.registered(), attached.chain(hashes)
+    copier, chain, of_priority = attached.registered(), attached.chain(hashes), as_priority(priority)
     limit_s = attached.transfer_s(timeout_s)
     if on_queued is not None:
         check_callable("on_queued", on_queued)
@@ -61,7 +63,7 @@ def begin_load(
     copier.check_unchanged()
     check_skip(attached.space.shape, skip_tokens, len(chain))
     chain.check_unique()
-    return _begin(attached, copier, chain, pages, skip_tokens, limit_s, on_queued)
+    return _begin(attached, copier, chain, pages, skip_tokens, limit_s, on_queued, of_priority)
 
 
 def begin_prefetch(attached: Attachment, hashes: BlockHashes, timeout_s: float | None) -> Job[LoadResult]:
@@ -79,6 +81,7 @@ def _begin(
     skip_tokens: int,
     timeout_s: float,
     on_queued: Callable[[], None] | None = None,
+    priority: Priority = Priority.NORMAL,
 ) -> Job[LoadResult]:
     guard = CopyGuard(pages.order if pages is not None else None)
     num_skipped, config = skip_tokens // attached.space.shape.block_size, attached.store.config
@@ -91,8 +94,11 @@ def _begin(
             return _failed(num_skipped, pages, len(chain), TIMED_OUT_IN_QUEUE)
         try:
             with attached.store.for_jobs.taken() as connection, attached.noting_stuck():
-                loading = run_load(connection, copier, chain, pages, skip_tokens, guard, config, left_s, on_queued)
-                return (yield from loading)
+                return (
+                    yield from run_load(
+                        connection, copier, chain, pages, skip_tokens, guard, config, left_s, on_queued, priority
+                    )
+                )
         except (StoreUnavailable, TransferError) as error:
             return _failed(num_skipped, pages, len(chain), f"store_lost: {error}")
 
@@ -110,6 +116,7 @@ def run_load(
     config: StoreConfig,
     timeout_s: float,
     on_queued: Callable[[], None] | None = None,
+    priority: Priority = Priority.NORMAL,
 ) -> Steps[LoadResult]:
     """Ask once, copy out readable blocks while the rest is on its way, release the lease.
 
@@ -129,7 +136,7 @@ def run_load(
             on_queued()
 
     def steps() -> Steps[None]:
-        question = encode(AskLoad(chain.tail(first), ttl_s, timeout_s))
+        question = encode(AskLoad(chain.tail(first), ttl_s, timeout_s, priority))
         pieces = connection.call_stream(Op.LOAD, question, timeout_s=timeout_s + config.call_timeout_s)
         yield from answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
         with contextlib.suppress(StoreUnavailable, TransferError):  # The bytes are in place even if the store ended.

@@ -156,13 +156,13 @@ class RemoteFetch:
             return "timeout: its time ended before a thread of the store was free for it"
         if self._node_id != peers.own_node_id and not peers.is_usable(self._node_id):
             return "peer_lost: the node failed a moment ago and is left alone; try again soon"
-        peer = peers.of_life(self._node_id, self._request.epoch)
+        peer = peers.of_life(self._node_id, self._request.epoch, self._call_s())
         if peer.epoch != self._request.epoch:
             return "stale: the store that had the blocks was restarted, and they are gone"
-        self._landing.choose(peer, call_s(self._context.config, self._deadline_s))
+        self._landing.choose(peer, self._call_s())
         if self._landing.waits_for_transfers():
             return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
-        connection = peers.take_spare(peer)
+        connection = peers.take_spare(peer, self._call_s())
         self._peer = peer
         self._landing.reserve(is_claimed=False)  # Before `ask`: after it the control thread uses the landing.
         self._claim.ask(peer, connection, to_host=self._landing.lane is None)
@@ -174,7 +174,7 @@ class RemoteFetch:
         assert peer is not None
         assert found is not None, "heard"
         if isinstance(found, KVStoreError):
-            self._note_failure(found)
+            self._note_no_answer(peer, found)
             raise found
         if found.namespace_version > self._version:
             self._context.adopt_version(self._request.namespace, found.namespace_version)
@@ -187,10 +187,9 @@ class RemoteFetch:
             self._claim.give_back(found.claim_id, used=False)
             return landing.no_room
         try:
-            within_s = call_s(self._context.config, self._deadline_s)
-            self._post(peer, *landing.source(peer, found, within_s), found)
+            self._post(peer, *landing.source(peer, found, self._call_s()), found)
         except BaseException as error:
-            self._note_failure(error)
+            self._note_no_answer(peer, error)
             self._claim.give_back(found.claim_id, used=False)
             raise
         return None
@@ -275,6 +274,15 @@ class RemoteFetch:
             self._claim.leave()
 
         self._context.mover.when_terminal({self._read.given_up_id}, lambda: self._context.submit(late))
+
+    def _call_s(self) -> float:
+        """Return how many seconds the next question to the source may take."""
+        return call_s(self._context.config, self._deadline_s)
+
+    def _note_no_answer(self, peer: Peer, error: BaseException) -> None:
+        # This fetch may have had little time: then the timeout of one question is no failure yet.
+        if not isinstance(error, TransferTimeout) or peer.is_silent(self._context.config.call_timeout_s):
+            self._note_failure(error)
 
     def _note_failure(self, error: BaseException) -> None:
         # Without its own mover this node has learnt nothing about the peer.

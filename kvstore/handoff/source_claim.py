@@ -125,12 +125,17 @@ class SourceClaim:
             found = claimed_of(payload, self._request.num_blocks)
         except KVStoreError as error:
             found = error
+        else:
+            assert self._peer is not None, "asked"
+            self._peer.silence.end(Op.HELLO.name, Op.PEER_CLAIM.name)
         self._hear(question, found)
 
     def tick(self, now_s: float) -> None:
         """Give up an answer that is late, or ask once more; on the control thread."""
         question = self._question
         if question is not None and now_s > self._until_s:
+            assert self._peer is not None, "asked"
+            self._peer.silence.add(Op.PEER_CLAIM.name, self.asked_s)
             self._hear(question, TransferTimeout(f"node {self._request.node_id} did not answer a claim in time"))
         elif question is None and now_s > self._again_s:
             self._ask_again()
@@ -169,7 +174,8 @@ class SourceClaim:
         assert peer is not None, "claimed there"
         with contextlib.suppress(KVStoreError):
             if connection is None or connection.closed:
-                connection = self._connection = peers.take_spare(peer)
+                # A fetch that failed tells its client after this.
+                connection = self._connection = peers.take_spare(peer, None if used else _TELL_WITHIN_S)
             if used:
                 connection.send(Op.PEER_CLAIM_END, encode(End(claim_id, used)))
             else:

@@ -96,8 +96,8 @@ class NodeCore:
             undo.pop_all()
         self._memory_closed = False
 
-        def resolve(peer_id: str) -> PeerAddress:
-            return self.peer_address() if peer_id == node_id else resolve_peer(peer_id)
+        def resolve(peer_id: str, within_s: float) -> PeerAddress:
+            return self.peer_address() if peer_id == node_id else resolve_peer(peer_id, within_s)
 
         peers = PeerBook(node_id, epoch, resolve, config.call_timeout_s)
         service = PoolService(

@@ -8,6 +8,7 @@ from functools import partial
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
+from kvstore.blocks.priority import NORMAL, OF_LOW_READER, Priority
 from kvstore.bounds import check_seconds
 from kvstore.node.later import Asked, answer_all, send_piece
 from kvstore.node.pool_service import deadline_after
@@ -91,7 +92,8 @@ class LoadControl:
         version = version_now()  # Before the pin.
         # Look at the first block only: if it is not here, the rest of the chain need not be searched here.
         held = chain if pool.lookup(chain.head(1)) else chain.head(0)
-        grant = pool.pin_prefix(held, connection.owner, deadline_after(asked.ttl_s))
+        retention = OF_LOW_READER if asked.priority is Priority.LOW else NORMAL
+        grant = pool.pin_prefix(held, connection.owner, deadline_after(asked.ttl_s), retention=retention)
         self._wake()
         question = message.request  # Do not keep the message: its bytes would stay in memory while the load waits.
         connection.gave = question, partial(pool.release, grant.lease_id, connection.owner)
@@ -107,6 +109,7 @@ class LoadControl:
             version=version,
             send=partial(send_piece, connection, message.op, question),
             is_open=lambda: not connection.closed,
+            retention=retention,
         )
         load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
         if grant.num_refused:

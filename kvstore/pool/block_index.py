@@ -88,9 +88,8 @@ class BlockIndex:
     `num_children` counts the blocks, ready or being written, that hang on a block: it is not evicted before them. For a
     parent that is not here its space counts them, until it comes. `depth` is the number of a block in its chain, as its
     writer gave it; it is always above that of the block it hangs on, so no block hangs on itself. `claims` says with
-    which others a slot was claimed.
-
-    `presence` counts the first blocks of chains that are ready, `eviction` is told of blocks without children.
+    which others a slot was claimed. `presence` counts the first blocks of chains, also those that are being written,
+    `eviction` is told of blocks without children.
     """
 
     def __init__(self, num_slots: int, presence: PresenceCounts, eviction: PriorityOrder) -> None:
@@ -175,6 +174,8 @@ class BlockIndex:
     ) -> None:
         """Put the blocks of a new claim, given with the hash before each, into its slots; they are being written."""
         space, claimed, num_children = self._open(namespace), run.slots, self.num_children
+        if parents[0] == namespace:  # Only the first of a claim can be a chain's first. A lookup may wait for it.
+            self.presence.add(hashes[0])
         space.writing.update(zip(hashes, claimed, strict=True))
         index, count = run.whole.index, len(claimed)
         self._depths[index] = depths
@@ -221,8 +222,6 @@ class BlockIndex:
         writing = space.writing
         for own in hashes:
             del writing[own]
-        if self.parent[slots[0]] == space.namespace:  # Only the first block of a write can be a chain's first.
-            self.presence.add(hashes[0])
         space.ready.update(zip(hashes, slots, strict=True))
         run = self.run[slots[0]]
         run.published(slots[: self.claims.num_of_claim(run, self.place[slots[0]], slots, 0)])
@@ -263,7 +262,9 @@ class BlockIndex:
                 continue
             aborted.append(slot)
             lost.append(own)
-            if not space.is_cleared and self.parent[slot] != space.namespace:
+            if self.parent[slot] == space.namespace:
+                self.presence.drop(own)
+            elif not space.is_cleared:
                 self._leave_parent(slot, space)
             if self.num_children[slot]:
                 space.orphans[own] = self.num_children[slot], self.depth[slot] + 1

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, HeldBlock, PinKind, Victims
+from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import MAX_HELD_BLOCKS, MAX_LEASES
 from kvstore.errors import LeaseReleased, PoolExhausted
 from kvstore.pool.owners import OwnedTable
 from kvstore.pool.slot_lists import SlotList, join
 from kvstore.pool.slots import SlotTable
+
+#: One of so many slots is lent to another tier beside the budget of pins. It must be able to copy blocks that are about
+#: to be evicted, however much its clients pin.
+_LENT_SHARE = 32
 
 
 @dataclass(slots=True)
@@ -25,6 +30,8 @@ class _Lease:
     generations: bytes
     #: Stamp of the lease's first touch; later touches have larger stamps.
     stamp: int
+    #: How many slots had no reader when another tier pinned them.
+    num_lent: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -51,8 +58,12 @@ class LeaseTable(OwnedTable[_Lease]):
         self.hard_pins: Counter[int] = Counter()
         #: How many leases are soft pins.
         self.num_soft_pins = 0
+        #: Slots that other tiers have pinned, and how many of them the budget does not count.
+        self._num_lent, self._most_lent = 0, max(1, table.num_slots // _LENT_SHARE)
 
-    def pin(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> Grant:
+    def pin(
+        self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind, retention: Retention = NORMAL
+    ) -> Grant:
         """Pin the readable prefix of a chain under a new lease, as far as the budgets allow.
 
         Raises:
@@ -65,7 +76,7 @@ class LeaseTable(OwnedTable[_Lease]):
                 "not needed, and pin the blocks of a prompt once"
             )
         lease_id = self.new_id()
-        lease, num_refused = self._take(chain, owner, deadline_s, kind)
+        lease, num_refused = self._take(chain, owner, deadline_s, kind, retention)
         self.add(lease_id, lease)
         self.num_soft_pins += kind is PinKind.SOFT
         return Grant(lease_id, lease.slots.packed, lease.generations, num_refused, self._epoch)
@@ -81,25 +92,21 @@ class LeaseTable(OwnedTable[_Lease]):
         ]
         columns, held = table.columns, [block.slot for block in found]
         # A block that is pinned already takes nothing from the budget.
-        found = found[: _num_within(self._max_pinned - columns.num_pinned, held, columns.ref_count.__getitem__)]
+        found = found[: _num_within(self._room_of_tiers(), held, columns.ref_count.__getitem__)]
         if not found or len(self) >= MAX_LEASES:
             return 0, []
-        listed = index.claims.listed([block.slot for block in found])
-        table.columns.pin(listed)
-        lease_id = self.new_id()
-        # No touch: to be copied to another tier is no use. So the time of the last one is not known here.
-        self.add(lease_id, _Lease(owner, math.inf, PinKind.LEASE, listed, table.columns.lives(listed), 0))
-        return lease_id, found
+        listed, num_before = index.claims.listed([block.slot for block in found]), columns.num_pinned
+        columns.pin(listed)
+        return self._lend(owner, listed, columns.num_pinned - num_before), found
 
     def pin_victims(self, most: int, owner: str) -> Victims:
-        """Pin the blocks that are evicted next, as far as the budget of pins goes; see `Pool.hold_victims`."""
+        """Pin the blocks that are evicted next, as far as there is room for pins; see `Pool.hold_victims`."""
         table, index = self._table, self._table.index
-        room = self._max_pinned - table.columns.num_pinned if len(self) < MAX_LEASES else 0
+        room = self._room_of_tiers() if len(self) < MAX_LEASES else 0
         slots = table.choose_victims(min(most, room))
         if not slots:
             return Victims(0, [], [], [])
-        lease_id, listed = self.new_id(), SlotList.of(slots)
-        self.add(lease_id, _Lease(owner, math.inf, PinKind.LEASE, listed, table.columns.lives(listed), 0))
+        lease_id = self._lend(owner, SlotList.of(slots), len(slots))
         touches = [table.eviction.stamp[slot] for slot in slots]
         return Victims(lease_id, slots, [index.space[slot].namespace for slot in slots], touches)
 
@@ -107,10 +114,25 @@ class LeaseTable(OwnedTable[_Lease]):
         """Drop the pin of victims and evict them; see `Pool.evict_held`."""
         if self.of(victims.lease_id, owner) is None:
             return 0
-        listed = self.pop(victims.lease_id).slots
-        return self._table.end_victims(victims.slots, listed, victims.touches)
+        lease = self.pop(victims.lease_id)
+        self._num_lent -= lease.num_lent
+        return self._table.end_victims(victims.slots, lease.slots, victims.touches)
 
-    def grow(self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float) -> Grant:
+    def _room_of_tiers(self) -> int:
+        """Return how many idle slots other tiers may pin: what is left of the budget, or of their own share."""
+        return max(self._max_pinned - self._table.columns.num_pinned, self._most_lent - self._num_lent)
+
+    def _lend(self, owner: str, listed: SlotList, num_idle: int) -> int:
+        """Note that another tier has pinned slots, of which so many had no reader; return the id of its lease."""
+        lease_id, lives = self.new_id(), self._table.columns.lives(listed)
+        # No touch: to be copied to another tier is no use. So the time of the last one is not known here.
+        self.add(lease_id, _Lease(owner, math.inf, PinKind.LEASE, listed, lives, 0, num_idle))
+        self._num_lent += num_idle
+        return lease_id
+
+    def grow(
+        self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float, retention: Retention = NORMAL
+    ) -> Grant:
         """Pin the readable prefix of a chain under an existing lease, and renew that.
 
         Raises:
@@ -121,7 +143,7 @@ class LeaseTable(OwnedTable[_Lease]):
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
         self._check_room()
         # A load from peers brought these blocks, and their claim was their use.
-        more, num_refused = self._take(chain, owner, deadline_s, lease.kind, is_use=False)
+        more, num_refused = self._take(chain, owner, deadline_s, lease.kind, retention, is_use=False)
         self.num_blocks += len(more.slots)
         lease.slots = join([lease.slots, more.slots])
         lease.generations += more.generations
@@ -158,12 +180,21 @@ class LeaseTable(OwnedTable[_Lease]):
             )
 
     def _take(
-        self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind, *, is_use: bool = True
+        self,
+        chain: BlockHashes,
+        owner: str,
+        deadline_s: float,
+        kind: PinKind,
+        retention: Retention,
+        *,
+        is_use: bool = True,
     ) -> tuple[_Lease, int]:
         table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
         columns, count = table.columns, len(found)
         if kind is not PinKind.SOFT:
-            count = _num_within(self._max_pinned - columns.num_pinned, found, columns.ref_count.__getitem__)
+            # A client may pin what is lent, too, and have it afterwards: so much can the budget be exceeded.
+            num_pinned = columns.num_pinned - min(self._num_lent, self._most_lent)
+            count = _num_within(self._max_pinned - num_pinned, found, columns.ref_count.__getitem__)
         if kind is PinKind.HARD:
             count = _num_within(self._max_hard_pinned - len(self.hard_pins), found.part(0, count), self.hard_pins.get)
         slots = found.part(0, count)
@@ -173,7 +204,7 @@ class LeaseTable(OwnedTable[_Lease]):
             columns.pin(slots)
         if kind is PinKind.HARD:
             self.hard_pins.update(slots)
-        stamp = table.eviction.touched(slots, is_use=is_use)
+        stamp = table.eviction.touched(slots, is_use=is_use, retention=retention)
         if self._on_used is not None and count:
             self._on_used(chain.namespace, list(slots), is_use)
         lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp)
@@ -182,6 +213,7 @@ class LeaseTable(OwnedTable[_Lease]):
     def end(self, lease_id: int) -> None:
         """Drop a lease that is held."""
         lease = self.pop(lease_id)
+        self._num_lent -= lease.num_lent
         if lease.kind is PinKind.SOFT:
             self.num_soft_pins -= 1
             living = self._table.columns.still_living(lease.slots, lease.generations)
@@ -204,6 +236,7 @@ class LeaseTable(OwnedTable[_Lease]):
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots)
         assert hard == self.hard_pins, "hard pins"
+        assert self._num_lent == sum(lease.num_lent for lease in self.held.values()), "slots lent to other tiers"
         assert self.num_soft_pins == sum(lease.kind is PinKind.SOFT for lease in self.held.values()), "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
         counted = self._table.eviction.soft_pins.items()

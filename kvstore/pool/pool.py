@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -30,6 +31,8 @@ from kvstore.pool.watches import WatchTable
 from kvstore.pool.writes import WriteTable, WriteTerms
 from kvstore.runtime import clock
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["Grant", "PinKind", "Pool", "PoolStats", "StoreTicket"]
 
 _NEVER_S = float("inf")
@@ -47,7 +50,8 @@ class Pool:
 
     Args:
         num_slots: number of slots; 0 on a node to which no namespace has attached yet.
-        max_pinned: how many slots leases may hold at once; beyond it, granted prefixes are shorter.
+        max_pinned: how many slots leases may hold at once; beyond it, granted prefixes are shorter. What `hold` and
+            `hold_victims` pin has a 32nd of the slots beside it.
         max_hard_pinned: how many of these slots hard pins may hold; half of `max_pinned` when None.
         epoch: the life of this pool's store; a random one when None.
         presence: updated with the chains that begin here.
@@ -111,7 +115,9 @@ class Pool:
         with self._lock:
             return chain.hash_at(0) in self.table.index.space_of(chain.namespace).writing
 
-    def pin_prefix(self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
+    def pin_prefix(
+        self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0, *, retention: Retention = NORMAL
+    ) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
 
         Args:
@@ -119,6 +125,7 @@ class Pool:
             owner: of the lease; only this owner can release it.
             deadline_s: of kvstore.runtime.clock; before it, the pool never takes the lease back.
             lease_id: adds the blocks to this lease instead of making one.
+            retention: what the reader says of the blocks. Those that are LOW become NORMAL, unless it is LOW, too.
 
         Returns:
             The part of the prefix that fits in the budget of pins.
@@ -130,8 +137,8 @@ class Pool:
         _check_deadline(deadline_s)
         with self._step("pin_prefix"):
             if lease_id:
-                return self.leases.grow(lease_id, chain, owner, deadline_s)
-            return self.leases.pin(chain, owner, deadline_s, PinKind.LEASE)
+                return self.leases.grow(lease_id, chain, owner, deadline_s, retention)
+            return self.leases.pin(chain, owner, deadline_s, PinKind.LEASE, retention)
 
     def pin(self, chain: BlockHashes, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
         """Pin the readable prefix of a run, HARD or SOFT, until it is released.
@@ -164,7 +171,8 @@ class Pool:
             owner: of the lease; only this owner can release it.
 
         Returns:
-            The lease, and the pinned blocks as far as the budget of pins has room; (0, []) when there is none.
+            The lease, and the pinned blocks as far as there is room; (0, []) when there is none. A 32nd of the slots
+            can be pinned so where clients have used up the budget of pins.
         """
         with self._step("hold"):
             return self.leases.pin_slots(slots, namespace, owner)
@@ -194,7 +202,7 @@ class Pool:
         The owner ends the pin with `evict_held`. With `release` they stay, and have their places in the order again.
 
         Args:
-            num_blocks: pin at most so many; fewer if the budget of pins has no room, or fewer can be evicted.
+            num_blocks: pin at most so many; fewer if there is no room, as for `hold`, or fewer can be evicted.
             owner: of the pin.
         """
         with self._step("hold_victims"):
@@ -397,7 +405,7 @@ class Pool:
             chain: blocks that other callers, or several ranks, are writing.
             then: called once, without the pool's lock, on the thread that ends the waiting, which may be this one;
                 with the number of leading blocks that are here. It is called when all are, when the first that is
-                not here is not being written either, or at once when too many wait already.
+                not here is not being written either, or at once when too many wait already. What it raises is logged.
 
         Returns:
             A number for `end_watch`.
@@ -600,9 +608,15 @@ class Pool:
 
 
 def _after(calls: list[Callable[[], None]], result: int) -> int:
-    """Call the watchers that a step settled, now without the lock; return the step's result."""
+    """Call the watchers that a step settled, now without the lock; return the step's result.
+
+    The step is done. An error of one watcher is neither its caller's nor that of the other watchers.
+    """
     for call in calls:
-        call()
+        try:
+            call()
+        except Exception:
+            logger.exception("a wait for blocks has ended, but its caller could not be told")
     return result
 
 

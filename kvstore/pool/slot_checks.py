@@ -38,7 +38,8 @@ def check_index(index: BlockIndex) -> tuple[dict[int, bytes], dict[int, bytes]]:
     ready = {s: own for space in spaces for own, s in space.ready.items() if index.space[s] is space}
     writing = {s: own for space in spaces for own, s in space.writing.items()}
     assert {slot: own for slot, own in enumerate(index.block_hash) if own} == ready | writing, "index names another"
-    index.presence.check(own for slot, own in ready.items() if index.parent[slot] == index.space[slot].namespace)
+    blocks = ready | writing
+    index.presence.check(own for slot, own in blocks.items() if index.parent[slot] == index.space[slot].namespace)
     for namespace, space in index.spaces.items():
         assert (space.namespace, space.is_cleared, space.unswept) == (namespace, False, None), "cleared and findable"
         assert len(space.ready.keys() | space.writing.keys()) == len(space), "ready and being written"

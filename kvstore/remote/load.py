@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.pool.pool import Pool
 from kvstore.rpc.messages import LoadReport, Progress
 from kvstore.runtime import clock
@@ -29,6 +30,7 @@ class Load:
             takes no more blocks: its chain would mix the KV of old and of new weights.
         send: sends a piece of the answer to the client; the piece with the report is the last. Any thread.
         is_open: returns whether the client's connection is open; if not, nothing more is pinned for it.
+        retention: of the load, as for `Pool.pin_prefix`.
         num_ready: number of blocks that are leased already.
     """
 
@@ -43,6 +45,7 @@ class Load:
     version: int
     send: Callable[[Progress], object]
     is_open: Callable[[], bool] = lambda: True
+    retention: Retention = NORMAL
     num_ready: int = 0
     #: Whether other nodes may be asked; if not, only the disk of this node is.
     may_ask_peers: bool = True
@@ -74,7 +77,8 @@ class Load:
             rest = self.chain.tail(self.num_ready)
             if limit is not None:
                 rest = rest.head(limit - self.num_ready)
-            grant = self.pool.pin_prefix(rest, self.owner, clock.now_s() + self.ttl_s, self.lease_id)
+            until_s = clock.now_s() + self.ttl_s
+            grant = self.pool.pin_prefix(rest, self.owner, until_s, self.lease_id, retention=self.retention)
             # Check after the pin: a clearing is noted before new blocks can be stored. The lease's end drops the pins.
             if not self.is_current():
                 return 0

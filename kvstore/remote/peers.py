@@ -64,8 +64,9 @@ def call_s(config: StoreConfig, deadline_s: float) -> float:
     return min(config.call_timeout_s, max(deadline_s - clock.now_s(), _LEAST_CALL_S))
 
 
-#: Finds the address of a node's store through the cluster; raises StoreUnavailable or PeerLost.
-Resolver = Callable[[str], PeerAddress]
+#: Finds the address of a node's store through the cluster within some seconds; raises StoreUnavailable, PeerLost, or
+#: TransferTimeout.
+Resolver = Callable[[str, float], PeerAddress]
 
 
 @dataclass(slots=True)
@@ -201,8 +202,7 @@ class PeerBook:
         silence = self._silence_of(node_id)
         # Where a store hangs, its actor may hang, too: to find the address again could take a whole call's time.
         known = peer.address if peer is not None and silence.total_s() else None
-        address = known or self._find(node_id)
-        client = self._connect(node_id, address, within_s)
+        client, address = self._connect(node_id, known, within_s)
         peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]), self._owner_key(node_id))
         peer.same_host, peer.silence, peer.address = client.is_to_this_host(), silence, address
         with self._lock:
@@ -219,26 +219,26 @@ class PeerBook:
             old.close()
         return peer
 
-    def of_life(self, node_id: str, epoch: bytes) -> Peer:
+    def of_life(self, node_id: str, epoch: bytes, within_s: float | None = None) -> Peer:
         """Return an open connection to a node's store, in the life `epoch` if it runs.
 
         A connection to a store that has ended stays open until it is used.
 
         Raises:
             PeerLost: it cannot be reached; it is backed off.
-            TransferTimeout: as for `get`.
+            TransferTimeout: as for `get`, also if only the connection to its later life took too long.
         """
-        peer = self.get(node_id)
+        peer = self.get(node_id, within_s)
         if peer.epoch == epoch:
             return peer
-        with contextlib.closing(self._connect(node_id, self._find(node_id), None)) as client:
+        with contextlib.closing(self._connect(node_id, None, within_s)[0]) as client:
             if client.hello["epoch"] == peer.epoch.hex():
                 return peer
         with self._lock:
             if self.peers.get(node_id) is peer:
                 del self.peers[node_id]
         peer.close()
-        return self.get(node_id)
+        return self.get(node_id, within_s)
 
     def _owner_key(self, node_id: str) -> bytes:
         # A different key for each node: a peer cannot use its key to act as this store at other nodes.
@@ -248,26 +248,24 @@ class PeerBook:
         with self._lock:
             return self._silences.setdefault(node_id, Silence())
 
-    def _find(self, node_id: str) -> PeerAddress:
-        try:
-            return self.resolve(node_id)
-        except (KVStoreError, OSError) as error:
-            raise self._lost(node_id, error) from error
-
     def _lost(self, node_id: str, error: Exception) -> PeerLost:
         self.failed(node_id)
         return PeerLost(f"the store of node {node_id} cannot be reached: {error}")
 
-    def _connect(self, node_id: str, address: PeerAddress, within_s: float | None) -> ControlClient:
+    def _connect(
+        self, node_id: str, address: PeerAddress | None, within_s: float | None
+    ) -> tuple[ControlClient, PeerAddress]:
+        """Return a new connection and its address. To find the address has as much time as to connect."""
         asked_s, timeout_s = clock.now_s(), within_s or self._timeout_s
         try:
+            address = address or self.resolve(node_id, timeout_s)
             client = address.connect(Role.PEER, self.own_node_id, self._own_epoch, self._owner_key(node_id), timeout_s)
             if not bytes_in(client.hello, "epoch", EPOCH_BYTES):
                 client.close()
                 raise PeerLost(f"a peer named no epoch of {EPOCH_BYTES} bytes: {clip(client.hello.get('epoch'))}")
-            return client
+            return client, address
         except (KVStoreError, OSError) as error:
-            # The kernel of a store that hangs accepts; of a host that vanished nothing does.
+            # The kernel of a store that hangs accepts, its actor does not answer; of a host that vanished nothing does.
             if isinstance(error, TransferTimeout) or isinstance(error.__cause__, TimeoutError):
                 silence = self._silence_of(node_id)
                 silence.add(Op.HELLO.name, asked_s)
@@ -286,7 +284,7 @@ class PeerBook:
         """
         with contextlib.suppress(IndexError):
             return peer.spare.pop()
-        connection = self._connect(peer.node_id, peer.address or self._find(peer.node_id), within_s)
+        connection, _ = self._connect(peer.node_id, peer.address, within_s)
         if connection.hello["epoch"] != peer.epoch.hex():
             connection.close()
             raise PeerLost(f"the store of node {peer.node_id} was restarted; try again")

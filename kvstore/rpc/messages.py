@@ -52,11 +52,15 @@ class AskLookup(Record, frozen=True):
 
 
 class AskLoad(Record, frozen=True):
-    """Ask for a pin of a run; the store fetches missing blocks from peers."""
+    """Ask for a pin of a run; the store fetches missing blocks from peers.
+
+    With the priority LOW, blocks that are LOW stay so.
+    """
 
     chain: BlockHashes
     ttl_s: float
     timeout_s: float
+    priority: Priority = Priority.NORMAL
 
 
 class AskPin(Record, frozen=True):

@@ -22,7 +22,7 @@ from tests.soak.settings import WorkerSettings
 from tests.soak.weights import Weights
 
 
-def nobody(node_id):
+def nobody(node_id, within_s):
     raise PeerLost("there is no other node")
 
 

@@ -25,7 +25,7 @@ from tests.soak.weights import Weights
 from tests.soak.worker import Worker, WorkerSettings
 
 
-def nobody(node_id):
+def nobody(node_id, within_s):
     raise PeerLost("there is no other node")
 
 

@@ -183,7 +183,7 @@ def store(folder, node_id, config):
         return errors[-1]
 
     core = NodeCore(
-        node_id, StoreConfig.from_json(config), HOST, lambda node: address_in(here / node),
+        node_id, StoreConfig.from_json(config), HOST, lambda node, within_s: address_in(here / node),
         lambda: address_in(here / "directory"), mover_gone,
     )  # fmt: skip
     keeper = MoverKeeper(

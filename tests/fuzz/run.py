@@ -228,8 +228,8 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
     liar = Liar(outcome.seed, {"protocol": peer, "epoch": LIAR_EPOCH.hex()}, without_agents(said["to peer"]))
     resolve = misled.state.peers.resolve
 
-    def resolve_misled(node: str) -> PeerAddress:
-        return liar.address() if node == "liar" else resolve(node)
+    def resolve_misled(node: str, within_s: float) -> PeerAddress:
+        return liar.address() if node == "liar" else resolve(node, within_s)
 
     misled.state.peers.resolve = resolve_misled
     healthy = Healthy(cluster.worker("a", 16, seed=7), cluster.worker("b", 16, seed=8), cluster)

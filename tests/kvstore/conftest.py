@@ -130,7 +130,7 @@ class Cluster:
         #: Makes the stages of movers that are started from now on.
         self.make_stage = None
 
-    def resolve(self, node_id):
+    def resolve(self, node_id, within_s):
         core = self.nodes.get(node_id)
         if core is None:
             raise PeerLost(f"wanted a node that runs, got {node_id}")

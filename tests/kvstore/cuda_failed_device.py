@@ -18,7 +18,7 @@ from kvstore.node.core import NodeCore
 from kvstore.remote.directory import DirectoryServer
 
 
-def resolve(node_id):
+def resolve(node_id, within_s):
     raise PeerLost("there is one node only")
 
 

@@ -100,6 +100,7 @@ def test_one_question_waits_for_what_is_being_saved_but_not_twice_for_the_same(m
     make.lookups(client).ask(question)
     eventually(lambda: question.done, 5)
     assert (question.num_blocks, client.asked) == (4, [1, 5, 5])
+    assert (question.num_local, question.num_here) == (4, 4)
     assert client.save_waits_s == [None, None, 0.0]
 
 

@@ -26,6 +26,15 @@ def plan_of(params, name="r"):
     return pickle.loads(pickle.dumps(save))
 
 
+def test_a_load_has_the_priority_of_its_request():
+    for params, priority in ((None, Priority.NORMAL), ({"raykv_priority": "low"}, Priority.LOW)):
+        side, asked = scheduler_side(), request("r", kv_transfer_params=params)
+        side.match(asked, 0)
+        side.allocated(asked, SimpleNamespace(get_block_ids=lambda: ([1, 2],), blocks=[[]]), 2 * SIZE)
+        (load,) = side.next_plan.loads
+        assert (len(load.hashes), pickle.loads(pickle.dumps(load)).priority) == (2, priority)
+
+
 @pytest.mark.parametrize(
     ("params", "priority", "priority_s"),
     [

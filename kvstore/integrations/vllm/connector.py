@@ -12,6 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.plan import StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
+from kvstore.integrations.vllm.scheduler_side.sources import hits_by_source
 from kvstore.integrations.vllm.space import check_engine, has_names_of_media, part_of
 from kvstore.integrations.vllm.stats import RaykvStats, Stats
 from kvstore.integrations.vllm.worker_side.worker import WorkerSide
@@ -116,6 +117,14 @@ class RaykvConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load."""
         self.scheduler_side.allocated(request, blocks, num_external_tokens)
+
+    @_timed
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Return how many of a load's tokens come from which tier; asked after `update_state_after_alloc`."""
+        side = self.scheduler_side
+        if not side.is_open:
+            return {}
+        return hits_by_source(side.tracked.get(request.request_id), side.space.shape.block_size, num_external_tokens)
 
     @_timed
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:

@@ -32,6 +32,7 @@ class LoadPlan:
         block_ids: the engine's blocks for their tokens.
         num_engine_tokens: tokens at the front that the engine has already, in blocks that other requests may read.
         tickets: of a hand-off, one for each worker; the load then fetches these blocks instead of stored ones.
+        priority: of the request; see `Client.load`.
     """
 
     req_id: str
@@ -39,6 +40,7 @@ class LoadPlan:
     block_ids: list[int]
     num_engine_tokens: int
     tickets: tuple[HandoffTicket, ...] = ()
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,18 @@ def test_a_lookup_ends_when_the_save_is_given_up(core, saving, calls, remote):
     assert lookup.result(SOON_S / 2).num_local == 4
 
 
+def test_a_chain_whose_lookup_waits_for_its_first_block_is_not_surely_absent(cluster, core, calls):
+    """Else a caller that looks there first would not ask, and compute what is there a moment later."""
+    client, hashes = cluster.worker("a").client, cluster.hashes(NUM_BLOCKS)
+    client.map_presence()
+    ticket = core.pool.prepare_store(hashes, "saver")
+    lookup = calls.submit(client.lookup, hashes, remote=False)
+    assert is_waiting(lookup)
+    assert not client.is_surely_absent(hashes, remote=False)
+    core.pool.complete_store(ticket.write_id, "saver")
+    assert lookup.result(SOON_S).num_local == NUM_BLOCKS
+
+
 def test_a_load_counts_what_is_being_saved(core, saving):
     worker, hashes, ticket = saving
     job = worker.client.load(hashes, range(20, 20 + NUM_BLOCKS))

@@ -128,7 +128,7 @@ class Life:
             time.sleep(0.001)
 
 
-def _no_peer(node_id: str) -> object:
+def _no_peer(node_id: str, within_s: float) -> object:
     raise PeerLost(f"wanted no other node, got {node_id}")
 
 

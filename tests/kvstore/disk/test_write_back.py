@@ -58,6 +58,23 @@ def test_a_save_writes_nothing_and_an_eviction_does(store, cluster):
         assert store.load(hashes).num_blocks == 8
 
 
+def test_pins_that_use_up_their_budget_do_not_keep_others_from_being_written(start, cluster):
+    """Else saves would evict these others without a write."""
+    store = start(**BACK | {"max_pinned_fraction": 0.25})
+    pinned = fill(store, cluster, 2)
+    leases = [store.worker.client.lease(hashes) for hashes in pinned]
+    assert store.core.pool.stats().num_pinned == NUM_SLOTS // 4
+    chains = fill(store, cluster, 5, first_seed=10)
+    wait_until(lambda: store.core.pool.num_free >= 32 and store.core.pool.num_leases() == len(leases))
+    store.check()
+    assert store.stats()["dropped"] == {}
+    assert store.num("num_written") == reclaimed(store) >= 24
+    assert store.core.pool.stats().num_pinned == NUM_SLOTS // 4
+    assert all(lease.release() for lease in leases)
+    for hashes in (*pinned, *chains):
+        assert store.load(hashes).num_blocks == 8
+
+
 def test_a_part_of_a_chain_goes_from_its_leaf_on(start, cluster):
     store = start(**BACK | {"low_watermark": 0.25, "high_watermark": 0.3})  # Up to 20 free slots.
     chains = fill(store, cluster, 7)

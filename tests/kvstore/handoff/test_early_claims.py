@@ -16,6 +16,7 @@ from kvstore.handoff.records import NOT_READY
 from kvstore.handoff.source_claim import SourceClaim
 from kvstore.rpc.handoff_messages import FetchRequest
 from kvstore.runtime import clock
+from kvstore.runtime.silence import Silence
 from tests.kvstore.handed_off import fetch, reason, same
 from tests.kvstore.handoff.host_stages import HeldBlocks, held_packing, nothing_held
 from tests.kvstore.kept_work import kept_work, see_done
@@ -266,7 +267,7 @@ def asked():
     )  # fmt: skip
     wanted = [True]
     claim = SourceClaim(fetcher, request, 512, 0, clock.now_s() + 5.0, told.append, lambda: wanted[0])
-    claim.ask(SimpleNamespace(node_id="a"), connection, to_host=True)
+    claim.ask(SimpleNamespace(node_id="a", silence=Silence()), connection, to_host=True)
     return SimpleNamespace(claim=claim, connection=connection, told=told, watched=watched, wanted=wanted)
 
 

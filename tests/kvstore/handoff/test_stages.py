@@ -546,9 +546,9 @@ def test_a_fetch_that_failed_may_be_tried_again_at_once(cluster, pair, wait_unti
     [stage], peers = cluster.nodes["b"].control.handoffs.stages.all(), cluster.nodes["b"].state.peers
     pool, get = stage.pool, peers.get
 
-    def late(node_id):
+    def late(node_id, within_s):
         time.sleep(0.1)
-        return get(node_id)
+        return get(node_id, within_s)
 
     monkeypatch.setattr(peers, "get", late)
     taken = pool.reserve(pool.stats().num_free, "full")

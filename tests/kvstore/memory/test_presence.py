@@ -115,19 +115,35 @@ def test_what_was_saved_is_not_absent_until_it_is_evicted_or_cleared(cluster):
     cluster.check()
 
 
-def test_what_is_only_being_written_is_absent_and_so_is_a_write_that_failed(cluster):
+def test_what_is_being_written_is_not_surely_absent_until_that_fails(cluster):
     core = cluster.add("a")
     client = cluster.client("a")
     client.map_presence()
     hashes = cluster.hashes(2)
     ticket = core.state.pool_service.prepare_store(parts_of(client).chain(hashes), "somebody", 1, 0)
-    assert absent(client, hashes)
+    assert not absent(client, hashes)
+    core.pool.check_integrity()
     core.pool.abort_store(ticket.write_id, "somebody")
     assert absent(client, hashes)
+    core.pool.check_integrity()
     ticket = core.state.pool_service.prepare_store(parts_of(client).chain(hashes), "somebody", 1, 0)
     core.pool.complete_store(ticket.write_id, "somebody", count=1)
     assert not absent(client, hashes)
     core.pool.complete_store(ticket.write_id, "somebody")
+    cluster.check()
+
+
+def test_what_is_being_written_is_surely_absent_when_its_cleared_slots_are_swept(cluster):
+    core = cluster.add("a")
+    client = cluster.client("a")
+    client.map_presence()
+    hashes = cluster.hashes(2)
+    ticket = core.state.pool_service.prepare_store(parts_of(client).chain(hashes), "somebody", 1, 0)
+    core.state.pool_service.clear(cluster.space.digest, 1)
+    core.pool.check_integrity()
+    assert absent(client, hashes)
+    assert not core.pool.complete_store(ticket.write_id, "somebody")
+    assert absent(client, hashes)
     cluster.check()
 
 

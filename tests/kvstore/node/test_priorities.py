@@ -8,6 +8,7 @@ import pytest
 
 import kvstore
 from kvstore.blocks.codec import encode
+from kvstore.blocks.priority import Retention
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import InvalidRequest
 from kvstore.rpc.connect import connect_local
@@ -37,6 +38,34 @@ def test_saves_of_all_priorities(cluster, node):
     assert counts(node) == (3, 4)
     worker.load(chains[0], range(4))
     assert counts(node) == (0, 4)
+    cluster.check()
+
+
+def test_a_load_by_a_low_job_leaves_its_blocks_low(cluster, node):
+    worker, chain = cluster.worker("a", 8), cluster.hashes(4)
+    worker.client.save(chain, range(4), priority="low").result(10)
+    for low in ("low", kvstore.Priority.LOW):
+        assert worker.load(chain, range(4, 8), priority=low).num_local == 4
+        assert counts(node) == (4, 0)
+    with pytest.raises(InvalidRequest, match="priority: wanted "):
+        worker.client.load(chain, range(4, 8), priority="urgent")
+    assert counts(node) == (4, 0)
+    worker.load(chain, range(4, 8), priority="high")
+    assert counts(node) == (0, 0), "a load makes nothing HIGH"
+    cluster.check()
+
+
+def test_a_low_load_that_waits_for_the_rest_leaves_it_low(cluster, wait_until):
+    """Its lease grows by what a save brings meanwhile."""
+    core = cluster.add("a", mover=False, save_wait_s=10.0)
+    worker, chain = cluster.worker("a", 8), cluster.hashes(4)
+    worker.client.save(chain[:2], range(2), priority="low").result(10)
+    ticket = core.pool.prepare_store(chain, "saver", retention=Retention(kvstore.Priority.LOW, math.inf))
+    job = worker.client.load(chain, range(4, 8), priority="low", timeout_s=10.0)
+    wait_until(lambda: core.pool.num_leases() == 1)
+    core.pool.complete_store(ticket.write_id, "saver")
+    assert job.result(10).num_local == 4
+    assert counts(core) == (4, 0)
     cluster.check()
 
 

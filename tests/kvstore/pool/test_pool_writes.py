@@ -137,6 +137,22 @@ def test_a_watch_tells_when_a_writer_gives_up_and_the_next_takes_over():
         pool.check_integrity()
 
 
+@pytest.mark.parametrize("end", ["complete_store", "abort_store", "free_names"])
+def test_a_watch_that_fails_harms_neither_the_others_nor_the_writer(end, caplog):
+    pool, told = Pool(8), []
+
+    def fail(count):
+        raise OSError("its client is gone")
+
+    ticket = pool.prepare_store(chain_of("ab"), "w")
+    for then in (told.append, fail, told.append):
+        pool.watch(chain_of("ab"), then)
+    assert getattr(pool, end)(ticket.write_id, "w") == 2
+    assert told == [2 if end == "complete_store" else 0] * 2
+    assert [record.exc_info[0] for record in caplog.records] == [OSError]
+    pool.check_integrity()
+
+
 def test_a_watch_counts_up_to_the_first_lost_block():
     pool = Pool(8)
     first = pool.prepare_store(chain_of("abcd"), "w")

@@ -160,6 +160,59 @@ def test_victims_under_the_budget_of_pins(make):
     pool.check_integrity()
 
 
+def test_where_clients_use_up_the_budget_another_tier_may_still_pin_a_32nd(make):
+    pool, read_ones = make(64, max_pinned=8), chain(*range(1, 9))
+    store(pool, read_ones)
+    store(pool, chain(*range(20, 40)))
+    grant = pool.pin_prefix(read_ones, "reader", NEVER_S)
+    assert grant.num_blocks == 8
+    victims = pool.hold_victims(9, "disk")
+    assert len(victims.slots) == 2
+    assert pool.hold_victims(9, "disk").slots == []
+    assert pool.hold(list(range(64)), SPACE, "other")[1] != [], "of what is pinned already"
+    assert pool.stats().num_pinned == 10
+    pool.check_integrity()
+    assert pool.release_owner("other") == 1
+    assert pool.evict_held(victims, "disk") == 2
+    pool.check_integrity()
+    lease_id, held = pool.hold([slot for slot in range(8, 28)], SPACE, "disk")
+    assert len(held) == 2
+    assert pool.release(lease_id, "disk")
+    pool.release(grant.lease_id, "reader")
+    pool.check_integrity()
+
+
+def test_what_is_lent_takes_nothing_from_the_budget_of_clients(make):
+    pool, read_ones, others = make(64, max_pinned=8), chain(*range(1, 9)), chain(*range(20, 30))
+    store(pool, others)
+    store(pool, read_ones)
+    first = pool.pin_prefix(read_ones, "reader", NEVER_S)
+    victims = pool.hold_victims(2, "disk")
+    pool.release(first.lease_id, "reader")
+    again = pool.pin_prefix(read_ones, "reader", NEVER_S)
+    assert (first.num_blocks, again.num_blocks) == (8, 8)
+    grant = pool.pin_prefix(others, "reader", NEVER_S)
+    assert (grant.num_blocks, grant.num_refused) == (0, 10)
+    pool.check_integrity()
+    assert pool.evict_held(victims, "disk") == 2
+    pool.release_owner("reader")
+
+
+def test_a_client_that_pins_what_is_lent_exceeds_the_budget_by_no_more_than_that(make):
+    pool, lent, others = make(64, max_pinned=8), chain(1, 2), chain(*range(20, 30))
+    store(pool, lent)
+    store(pool, others)
+    full = pool.pin_prefix(others, "reader", NEVER_S)
+    victims = pool.hold_victims(2, "disk")
+    assert pool.pin_prefix(lent, "reader", NEVER_S).num_blocks == 2
+    assert pool.evict_held(victims, "disk") == 0, "they are read"
+    assert (full.num_blocks, pool.stats().num_pinned) == (8, 10)
+    assert pool.pin_prefix(others, "other", NEVER_S).num_blocks == 8
+    pool.check_integrity()
+    pool.release_owner("reader")
+    pool.release_owner("other")
+
+
 def test_only_the_owner_evicts_and_only_once(pool):
     fill(pool)
     victims = pool.hold_victims(2, "disk")

@@ -94,9 +94,9 @@ def test_blocks_that_were_stored_after_a_clearing_are_not_told_though_they_were_
     class Cleared:
         """A pool with which a clearing comes between the question for the version and the pin."""
 
-        def pin_prefix(self, *args):
+        def pin_prefix(self, *args, **more):
             load.version_now = lambda: 1
-            return pin(*args)
+            return pin(*args, **more)
 
     load.pool = Cleared()
     assert load.is_current()

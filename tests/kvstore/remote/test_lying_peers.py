@@ -72,7 +72,7 @@ def nodes(cluster, monkeypatch):
     monkeypatch.setattr(
         reader.state.peers,
         "resolve",
-        lambda node: PeerAddress("127.0.0.1", liar.server.port, "t") if node == "liar" else resolve(node),
+        lambda node, s: PeerAddress("127.0.0.1", liar.server.port, "t") if node == "liar" else resolve(node, s),
     )
     reader.state.hints.remember(hashes.data[:32], [("liar", NUM_BLOCKS), ("good", NUM_BLOCKS)])
     worker = cluster.worker("reader", seed=2)

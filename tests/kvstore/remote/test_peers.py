@@ -16,7 +16,7 @@ from poolcheck.chains import chain_of
 
 @pytest.fixture
 def book(monkeypatch):
-    def nowhere(node_id):
+    def nowhere(node_id, within_s):
         raise PeerLost(f"{node_id} is away")
 
     made = PeerBook("own", b"ownepoch", nowhere, 1.0)
@@ -137,7 +137,7 @@ def lost_host():
 
 @pytest.mark.parametrize("error", [TransferTimeout("no HELLO"), lost_host()])
 def test_to_wait_for_a_connection_in_vain_is_a_failure_only_after_most_of_a_calls_time(book, error):
-    book.resolve = lambda node_id: Unanswered(book, error)
+    book.resolve = lambda node_id, within_s: Unanswered(book, error)
     for _ in range(2):
         with pytest.raises(TransferTimeout, match=r"node other within 0\.3 s"):
             book.get("other", 0.3)

@@ -105,7 +105,7 @@ def test_where_a_peer_is_known_the_cluster_is_not_asked_for_each_connection(clus
     peers = core.state.peers
     peer = peers.get("b")
 
-    def away(node_id):
+    def away(node_id, within_s):
         raise PeerLost("the cluster was asked")
 
     monkeypatch.setattr(peers, "resolve", away)

@@ -108,7 +108,7 @@ HOLDERS = (
         "not the oldest first",
         "TensorRT-LLM: a touch loses its place",
         LEASES,
-        "        stamp = table.eviction.touched(slots, is_use=is_use)\n",
+        "        stamp = table.eviction.touched(slots, is_use=is_use, retention=retention)\n",
         "        stamp = 0\n",
         MODEL,
     ),

@@ -40,8 +40,14 @@ class Question:
     needs_hashes: bool = False  # whether the answer is useless without the hashes
     asked_s: float = field(default_factory=lambda: time.monotonic())
     num_blocks: int = 0  # usable prefix; grows while other nodes are asked
+    num_local: int = 0  # of it in this node's memory
+    num_here: int = 0  # and with those behind them on this node's disk
     done: bool = False  # whether the answer is final
     is_given: bool = False  # whether vLLM got the final answer, or it came at once, without a call to the store
+
+    def found(self, match: Match, num_blocks: int) -> None:
+        """Note what the store has, of which `num_blocks` are usable."""
+        self.num_local, self.num_here, self.num_blocks = match.num_local, match.num_here, num_blocks
 
     def hash_all(self) -> BlockHashes:
         """Return the hashes of all full blocks; makes them if needed."""
@@ -181,13 +187,13 @@ class Lookups:
                 if not first.num_blocks:
                     return
             hashes = question.hash_all()
-            question.num_blocks = self._worth(client, client.lookup(hashes, remote=False, timeout_s=wait_s)).num_here
+            found = self._worth(client, client.lookup(hashes, remote=False, timeout_s=wait_s))
+            question.found(found, found.num_here)
             if question.num_blocks == len(hashes) or not is_remote:
                 return
             # What is being saved was waited for just now: other questions wait behind this one.
-            question.num_blocks = self._worth(
-                client, client.lookup(hashes, timeout_s=wait_s, save_wait_s=0.0)
-            ).num_blocks
+            found = self._worth(client, client.lookup(hashes, timeout_s=wait_s, save_wait_s=0.0))
+            question.found(found, found.num_blocks)
         except KVStoreError as error:
             self._stats.count("num_lookup_errors")
             logger.info("a lookup failed: %s", error)

@@ -16,7 +16,7 @@ from typing import Any
 from kvstore.blocks.hashing import Namespace
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options, SavePolicy
-from kvstore.integrations.vllm.plan import LoadPlan, Local, StepPlan, WorkerHello, WorkerReport
+from kvstore.integrations.vllm.plan import Local, StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.scheduler_side.ending import Ending
 from kvstore.integrations.vllm.scheduler_side.events import stored_event
 from kvstore.integrations.vllm.scheduler_side.handoffs import HandoffSide
@@ -191,15 +191,8 @@ class SchedulerSide:
         ids = list(blocks.get_block_ids()[0])[: -(-num_blocks * size // self._engine_block_size)]
         tracked.is_loading, tracked.num_external_tokens = True, num_external_tokens
         handover, tracked.arriving = tracked.arriving, None  # A ticket is good for one fetch.
-        self.next_plan.loads.append(
-            LoadPlan(
-                req_id=request.request_id,
-                hashes=tracked.hashes[:num_blocks],
-                block_ids=ids,
-                num_engine_tokens=tracked.num_engine_tokens,
-                tickets=() if handover is None else handover.tickets,
-            )
-        )
+        tickets = () if handover is None else handover.tickets
+        self.next_plan.loads.append(tracked.plan_load(tracked.hashes[:num_blocks], ids, tickets))
         tracked.is_fetching = handover is not None
         if handover is None:  # The store may not have handed-off blocks.
             tracked.num_saved = num_blocks

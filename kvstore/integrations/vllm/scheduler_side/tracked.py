@@ -7,7 +7,9 @@ from typing import Any
 
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.priority import Priority
+from kvstore.blocks.ticket import HandoffTicket
 from kvstore.integrations.vllm.handover import Handover
+from kvstore.integrations.vllm.plan import LoadPlan
 from kvstore.integrations.vllm.scheduler_side.lookups import Question
 
 
@@ -29,12 +31,23 @@ class Tracked:
     may_load: bool = True
     may_save: bool = True
     may_publish: bool = False
-    priority: Priority = Priority.NORMAL  # of what is saved, for `priority_s`; see `Client.save`
+    priority: Priority = Priority.NORMAL  # of what is saved, for `priority_s`; and of its load
     priority_s: float | None = None
     arriving: Handover | None = None  # tickets that the request brought, not used yet
     leaving: Handover | None = None  # tickets published for another engine
     is_fetching: bool = False
     is_freed: bool = False  # ended; vLLM may give its blocks to others, and its saves end before they are overwritten
+
+    def plan_load(self, hashes: BlockHashes, block_ids: list[int], tickets: tuple[HandoffTicket, ...]) -> LoadPlan:
+        """Return the plan to bring blocks into the engine's; `tickets` are those of a hand-off."""
+        return LoadPlan(
+            req_id=self.request.request_id,
+            hashes=hashes,
+            block_ids=block_ids,
+            num_engine_tokens=self.num_engine_tokens,
+            tickets=tickets,
+            priority=self.priority,
+        )
 
     @property
     def is_copied(self) -> bool:

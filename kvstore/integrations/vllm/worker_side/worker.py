@@ -200,8 +200,8 @@ class WorkerSide:
             if plan.tickets:
                 job = client.fetch(plan.tickets[self.publishing.rank], pages, num_own, **limits)
             else:
-                told = on_queued if self.cache.is_on_gpu else None
-                job = client.load(plan.hashes, pages, num_own, on_queued=told, **limits)
+                limits |= {"on_queued": on_queued if self.cache.is_on_gpu else None, "priority": plan.priority}
+                job = client.load(plan.hashes, pages, num_own, **limits)
         except KVStoreError as error:
             logger.warning("a load could not begin: %s", error)
             self._fail(plan, num_own, type(error).__name__)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.blocks.priority import Priority, Retention
+from kvstore.blocks.priority import OF_LOW_READER, Priority, Retention
 from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.eviction.lru import LeastRecentlyUsed
 from kvstore.pool.eviction.priorities import PriorityOrder
@@ -15,6 +15,7 @@ from kvstore.pool.slot_lists import SlotList
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of, resident
 
 LOW, NORMAL, HIGH = Priority
+OF_NORMAL_READER = Retention()
 
 
 class Clock:
@@ -48,8 +49,8 @@ def save(pool, tokens, priority=NORMAL, until_s=LATER_S):
         pool.check_integrity()
 
 
-def load(pool, tokens):
-    pool.release(pool.pin_prefix(chain_of(tokens), "r", LATER_S).lease_id, "r")
+def load(pool, tokens, retention=OF_NORMAL_READER):
+    pool.release(pool.pin_prefix(chain_of(tokens), "r", LATER_S, retention=retention).lease_id, "r")
     pool.check_integrity()
 
 
@@ -128,6 +129,41 @@ def test_a_save_of_low_ones_by_the_same_job_leaves_them_low(make_pool):
     save(pool, "n")
     save(pool, "lm", LOW)
     assert order_of(pool, "l", "lm", "n") == ["lm", "l", "n"]
+
+
+def test_a_load_by_a_low_job_leaves_low_ones_low_and_lowers_none(make_pool):
+    pool, _ = make_pool(4)
+    save(pool, "l", LOW)
+    save(pool, "n")
+    save(pool, "m", LOW)
+    save(pool, "h", HIGH)
+    for tokens in "lnh":
+        load(pool, tokens, OF_LOW_READER)
+    assert (pool.stats().num_low, pool.stats().num_high) == (2, 1)
+    assert order_of(pool, "l", "n", "m", "h") == ["m", "l", "n", "h"], "and it is a use among the low ones"
+
+
+def test_a_load_by_a_low_job_moves_no_end(make_pool):
+    pool, clock = make_pool(3)
+    save(pool, "l", LOW, 10.0)
+    load(pool, "l", OF_LOW_READER)
+    save(pool, "n")
+    save(pool, "m")
+    clock.now_s = 10.0
+    load(pool, "l", OF_LOW_READER)
+    assert pool.stats().num_low == 0
+    assert order_of(pool, "l", "n", "m") == ["n", "m", "l"]
+
+
+def test_a_lease_of_a_low_job_that_grows_leaves_low_ones_low(make_pool):
+    pool, _ = make_pool(4)
+    save(pool, "lm", LOW)
+    for retention, num_low in ((OF_LOW_READER, 2), (OF_NORMAL_READER, 0)):
+        lease_id = pool.pin_prefix(chain_of("l"), "r", LATER_S, retention=retention).lease_id
+        pool.pin_prefix(chain_of("lm").tail(1), "r", LATER_S, lease_id, retention=retention)
+        assert pool.stats().num_low == num_low
+        assert pool.release(lease_id, "r")
+        pool.check_integrity()
 
 
 def test_to_copy_a_block_to_another_tier_is_no_use_of_it(make_pool):

@@ -1,0 +1,151 @@
+"""Fetches with little time, and a publisher's node that says nothing: no question to it gets a whole call's time."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.client.results import MissReason
+from kvstore.errors import TransferTimeout
+from kvstore.handoff.source_claim import SourceClaim
+from kvstore.node.handoff_peers import HandoffPeers
+from kvstore.remote.peers import PeerAddress
+from kvstore.rpc.handoff_messages import FetchRequest
+from tests.kvstore.handed_off import fetch, is_empty, reason
+
+#: A whole call's time. Fetches here have less, and no question of a fetch has less than a second.
+CALL_S = 8.0
+
+
+@pytest.fixture
+def silent():
+    """An address at which the kernel accepts, as for a store that is stopped, and nothing answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield PeerAddress("127.0.0.1", server.getsockname()[1], "t")
+
+
+@pytest.fixture
+def given_s(monkeypatch):
+    """The time that each new connection to a peer was given."""
+    times, connect = [], PeerAddress.connect
+
+    def look(address, *args):
+        times.append(args[-1])
+        return connect(address, *args)
+
+    monkeypatch.setattr(PeerAddress, "connect", look)
+    return times
+
+
+@pytest.fixture
+def nodes(cluster):
+    """A publisher on node a, a reader on node b, and the nodes that the store of b knows."""
+    cluster.add("a")
+    core = cluster.add("b", call_timeout_s=CALL_S)
+    return cluster.worker("a", seed=1).client, cluster.worker("b", seed=2), core.state.peers
+
+
+def missed(worker, ticket):
+    """The reason for which a fetch with little time delivers nothing."""
+    return reason(fetch(worker, ticket, range(3), timeout_s=0.3))
+
+
+def test_at_a_silent_address_a_short_fetch_ends_in_about_its_time(nodes, silent, given_s, monkeypatch):
+    source, target, peers = nodes
+    ticket = source.publish(range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "resolve", lambda node_id, within_s: silent)
+        assert missed(target, ticket) is MissReason.TIMEOUT
+    assert given_s == [1.0]
+    assert peers.is_usable("a"), "it had little time to answer"
+    assert fetch(target, ticket, range(3)).num_peer == 3
+
+
+def test_where_the_cluster_does_not_name_the_address_a_short_fetch_ends_in_about_its_time(nodes, monkeypatch):
+    """It asks the actor of the node's store, which is stopped, too."""
+    source, target, peers = nodes
+    ticket, asked_s = source.publish(range(3)), []
+
+    def hung(node_id, within_s):
+        asked_s.append(within_s)
+        raise TransferTimeout("the actor does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "resolve", hung)
+        assert missed(target, ticket) is MissReason.TIMEOUT
+    assert asked_s == [1.0]
+    assert peers.is_usable("a")
+    assert fetch(target, ticket, range(3)).num_peer == 3
+
+
+def test_a_further_connection_to_a_silent_node_gets_the_time_of_its_fetch(nodes, silent, given_s):
+    source, target, peers = nodes
+    ticket = source.publish(range(3))
+    peer = peers.get("a")  # Known, and without a connection for a claim.
+    there, peer.address = peer.address, silent
+    del given_s[:]
+    assert missed(target, ticket) is MissReason.TIMEOUT
+    assert given_s == [1.0]
+    peer.address = there
+    assert fetch(target, ticket, range(3)).num_peer == 3
+
+
+def test_to_look_for_a_later_life_of_a_silent_store_takes_the_time_of_its_fetch(nodes, silent, given_s, monkeypatch):
+    source, target, peers = nodes
+    ticket = dataclasses.replace(source.publish(range(3)), epoch=b"laterone")
+    peers.get("a")
+    del given_s[:]
+    monkeypatch.setattr(peers, "resolve", lambda node_id, within_s: silent)
+    assert missed(target, ticket) is MissReason.TIMEOUT
+    assert given_s == [1.0]
+
+
+def test_a_claim_without_an_answer_is_silence_and_no_failure_yet(cluster, nodes, monkeypatch, wait_until):
+    source, target, peers = nodes
+    ticket = source.publish(range(3))
+    peer = peers.get("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(HandoffPeers, "_claim_there", lambda *_: True)  # The answer would come later.
+        assert missed(target, ticket) is MissReason.TIMEOUT
+        assert peers.is_usable("a")
+        assert peer.silence.total_s() >= 1.0
+    assert fetch(target, ticket, range(3)).num_peer == 3
+    assert peer.silence.total_s() == 0.0
+    wait_until(lambda: is_empty(cluster.nodes["b"]))
+
+
+def test_a_node_that_answers_no_claim_for_most_of_a_calls_time_is_left_alone(cluster, monkeypatch):
+    cluster.add("a")
+    peers = cluster.add("b", call_timeout_s=2.0).state.peers
+    ticket = cluster.worker("a", seed=1).client.publish(range(3))
+    target = cluster.worker("b", seed=2)
+    monkeypatch.setattr(HandoffPeers, "_claim_there", lambda *_: True)
+    assert missed(target, ticket) is MissReason.TIMEOUT
+    assert peers.is_usable("a")
+    assert missed(target, ticket) is MissReason.TIMEOUT
+    assert not peers.is_usable("a")
+    assert missed(target, ticket) is MissReason.PEER_LOST
+
+
+def test_a_failed_fetch_gives_its_claim_back_in_a_moment_or_not_at_all(nodes, silent, given_s):
+    """Its client hears of the failure after that."""
+    source, target, peers = nodes
+    ticket = source.publish(range(3))
+    peer = peers.get("a")
+    connection = peers.take_spare(peer)
+    request = FetchRequest(
+        key=ticket.key, namespace=ticket.namespace, epoch=ticket.epoch, node_id="a", num_blocks=3, ttl_s=5.0,
+        timeout_s=0.3, from_slab=0, slab=0, generation=0, is_early=False,
+    )  # fmt: skip
+    server = SimpleNamespace(watch=lambda *_: None)
+    context = SimpleNamespace(config=target.client.config, peers=peers, server=server)
+    claim = SourceClaim(context, request, ticket.block_bytes, 0, 0.0, lambda found: None, lambda: True)
+    claim.ask(peer, connection, to_host=True)
+    claim.close()
+    peer.address = silent
+    del given_s[:]
+    claim.give_back(1, used=False)
+    assert given_s == [0.5]
