@@ -65,9 +65,7 @@ def _evict_window(tree: PrefixTree, group: int, wanted: int) -> bool:
     # From the front: a match at the end of the edge needs the last pages.
     loose = np.flatnonzero(tree.is_loose(node, group))
     gone = loose[:wanted]
-    tree.allocators[group].give_back(node.pages[group][gone])
-    node.pages[group][gone] = -1
-    tree.num_cached[group] -= len(gone)
+    tree.give_up(node, group, gone)
     if len(loose) > len(gone):
         tree.window_order[group].push(node)
     elif tree.is_dead(node):

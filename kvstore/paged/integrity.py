@@ -24,7 +24,7 @@ def buffer_bytes(node: Node) -> tuple[int, int]:
     """Return the bytes that a node keeps in memory for its tokens, pages and locks, and those that it needs."""
     parts = [*node.pages, *(locks for locks in node.window_locks if locks is not None)]
     whole = node.data.obj if isinstance(node.data, memoryview) else node.data
-    assert isinstance(whole, bytes)
+    assert isinstance(whole, bytes | bytearray)
     kept = sum(part.base.nbytes if isinstance(part.base, np.ndarray) else part.nbytes for part in parts)
     return len(whole) + kept, len(node.data) + sum(part.nbytes for part in parts)
 
@@ -66,6 +66,11 @@ def _check_node(tree: PrefixTree, node: Node) -> None:
         assert len(locks) == len(node.pages[group]) == num_pages
         assert int(locks.min()) >= 0
         assert not locks[node.pages[group] < 0].any(), "a missing page is locked"
+    if node.room is not None:
+        assert isinstance(node.data, memoryview)
+        assert node.data.obj is node.room.data, "an edge grows elsewhere"
+        assert all(pages.base is room for pages, room in zip(node.pages, node.room.pages, strict=True))
+        assert all(int(node.pages[group].min()) >= 0 for group in tree.windows), "an edge with gaps can grow"
     if not node.children and node.lock_count == 0:
         assert not tree.is_dead(node), "a leaf where no match can end"
 

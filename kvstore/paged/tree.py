@@ -7,6 +7,7 @@ be evicted, leaf before root. `num_cached` and `num_locked` count pages per grou
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -181,26 +182,54 @@ class PrefixTree:
                     self.window_order[group].push(node)
             node = node.parent
 
-    def add(self, parent: Node, data: bytes, pages: list[Pages]) -> Node:
-        """Add a child whose pages the caller hands over. It is not locked yet, its window pages are."""
+    def append(self, node: Node, data: bytes, pages: list[Pages]) -> Node:
+        """Put pages that the caller hands over behind a node that it locks, and lock them for it.
+
+        A leaf that only the caller needs grows: a decode that inserts page by page makes one edge, and not one edge for
+        each page. Its last use stays that of the edge, so that pages that a window has passed go early.
+
+        Returns:
+            The node that ends with them; the caller's lock on `node` counts for it, too.
+        """
         windowed = set(self.windows)
         locks = [(held >= 0).astype(np.int32) if group in windowed else None for group, held in enumerate(pages)]
-        child = Node(
-            key=parent.key, parent=parent, data=data, pages=pages, end_page=parent.end_page + len(pages[0]),
-            window_locks=locks, last_use=self._clock, lock_count=0, children={}, order=[],
-        )  # fmt: skip
-        parent.add_child(page_key(data, 0, self.page_bytes), child, sorts=self.page_size > 1)
-        self.num_nodes += 1
-        for group in self.full:
-            self.num_cached[group] += len(pages[group])
-        for group in self.windows:
-            num_present = int((pages[group] >= 0).sum())
+        for group in range(len(pages)):
+            num_present = len(pages[group]) if group not in windowed else int((pages[group] >= 0).sum())
             self.num_cached[group] += num_present
             self.num_locked[group] += num_present
+        if self._may_grow(node, pages):
+            node.grow(data, pages, locks)
+            return node
+        child = Node(
+            key=node.key, parent=node, data=data, pages=pages, end_page=node.end_page + len(pages[0]),
+            window_locks=locks, last_use=self.now(), lock_count=1, children={}, order=[],
+        )  # fmt: skip
+        node.add_child(page_key(data, 0, self.page_bytes), child, sorts=self.page_size > 1)
+        self.num_nodes += 1
         return child
 
-    def fill_window(self, node: Node, group: int, sequence: SequencePages) -> None:
-        """Take pages of a sequence, and lock them for it, where a window group gave up those of this edge."""
+    def _may_grow(self, node: Node, pages: list[Pages]) -> bool:
+        """Return whether the caller, which locks the node, may append such pages to its edge.
+
+        A second lock is of a request that needs the edge to end where it ends. An edge with gaps goes whole, and one
+        without a page of a window is removed early, so neither is joined with what can go page by page.
+        """
+        if node.parent is None or node.children or node.lock_count != 1:
+            return False
+        if any(int(pages[group].min()) < 0 for group in self.windows):
+            return False
+        return node.room is not None or all(int(node.pages[group].min()) >= 0 for group in self.windows)
+
+    def fill_gaps(self, node: Node, above: Node, sequences: Sequence[SequencePages]) -> None:
+        """Let nodes below `above`, down to `node`, take pages of sequences where window groups gave up theirs."""
+        for group in self.windows:
+            at = node
+            while at is not above:
+                assert at.parent is not None
+                self._fill_window(at, group, sequences[group])
+                at = at.parent
+
+    def _fill_window(self, node: Node, group: int, sequence: SequencePages) -> None:
         start, stop = node.start_page, node.end_page
         pages, locks = node.pages[group], node.window_locks[group]
         assert locks is not None
@@ -233,6 +262,13 @@ class PrefixTree:
             if shared and (best is None or shared > best[2]):
                 best = (found.node.children[key], 0, shared)
         return best
+
+    def give_up(self, node: Node, group: int, gone: npt.NDArray[np.intp]) -> None:
+        """Give back pages of a window group that no request needs, and leave gaps in the edge."""
+        self.allocators[group].give_back(node.pages[group][gone])
+        node.pages[group][gone] = -1
+        node.room = None
+        self.num_cached[group] -= len(gone)
 
     def is_loose(self, node: Node, group: int) -> npt.NDArray[np.bool_]:
         """Return which pages of a window group can be given up."""

@@ -45,7 +45,7 @@ class Engine:
         self.live: list[Live] = []
         self.prompts: list[list[int]] = []
         self.counts = dict.fromkeys(
-            ("begun", "found", "copied", "exhausted", "inserted", "evicted", "rolled_back", "brought"), 0
+            ("begun", "found", "copied", "exhausted", "inserted", "grown", "evicted", "rolled_back", "brought"), 0
         )
 
     def check(self, live: Live) -> None:
@@ -142,9 +142,23 @@ class Engine:
         live.num_computed = live.request.num_tokens
         self.counts["brought"] += num_tokens if comes else 0
 
+    def insert(self, live: Live, num_tokens: int) -> None:
+        before = self.cache.num_nodes
+        num_new = live.request.insert(live.tokens, num_tokens)
+        self.counts["inserted"] += num_new
+        self.counts["grown"] += bool(num_new and self.cache.num_nodes == before)
+
+    def decode(self, live: Live, num_steps: int) -> None:
+        """Tokens one by one, each page inserted as soon as it is whole."""
+        for _ in range(num_steps):
+            self.compute(live, 1)
+            self.insert(live, live.num_computed)
+            if self.rng.random() < 0.3:
+                live.request.trim_windows(live.num_computed)
+
     def end(self, live: Live, *, inserts: bool) -> None:
         if inserts:
-            self.counts["inserted"] += live.request.insert(live.tokens, live.num_computed)
+            self.insert(live, live.num_computed)
             self.prompts = [*self.prompts[-20:], live.tokens[: 12 * self.cache.page_size]]
         assert live.request.release()
         self.live.remove(live)
@@ -185,7 +199,10 @@ class Engine:
                 if live.request.num_tokens >= len(live.tokens):
                     self.speculate(live, drafts, rng.randint(0, drafts))
             elif act < 0.70:
-                self.counts["inserted"] += live.request.insert(live.tokens, rng.randint(0, live.num_computed))
+                if rng.random() < 0.6:
+                    self.insert(live, rng.randint(0, live.num_computed))
+                else:
+                    self.decode(live, rng.randint(1, 2 * self.cache.page_size))
             elif act < 0.76:
                 live.request.trim_windows(live.num_computed)
             elif act < 0.92:

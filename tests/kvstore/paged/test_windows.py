@@ -247,7 +247,9 @@ def make_edge(num_pages):
     allocators = (PageAllocator(num_pages, 4), PageAllocator(num_pages, 4))
     tree = PrefixTree(BOTH, allocators, 4)
     pages = [allocator.alloc(num_pages) for allocator in allocators]
-    return tree, tree.add(tree.root((b"", b"")), bytes(range(16)) * num_pages, pages)
+    edge = tree.append(tree.root((b"", b"")), bytes(range(16)) * num_pages, pages)
+    tree.unlock(edge)
+    return tree, edge
 
 
 def test_a_page_that_outlasts_its_prompt_keeps_no_more_in_memory():
