@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.errors import PoolExhausted
+from kvstore.paged.node import nodes_below
 from kvstore.paged.tree import PrefixTree
 
 
@@ -43,6 +44,21 @@ def make_room(tree: PrefixTree, num_pages: Sequence[int]) -> None:
         evict(tree, group, wanted - tree.allocators[group].num_free)
         if wanted > tree.allocators[group].num_free:  # Somebody else has references to pages of the tree.
             raise PoolExhausted(f"wanted {wanted} pages of group {group}, evicted ones are still shared; free them")
+
+
+def clear(tree: PrefixTree, namespace: bytes | None) -> int:
+    """Hide all pages of a namespace, or of all, from new requests. Returns how many became free, of all groups.
+
+    Pages that requests need stay until the last of these releases them.
+    """
+    before = sum(allocator.num_free for allocator in tree.allocators)
+    tree.clear(namespace)
+    nodes = [node for root in tree.roots.values() for node in nodes_below(root) if tree.is_cleared(node)]
+    for node in nodes:
+        for group in tree.windows:
+            tree.give_up(node, group, np.flatnonzero(tree.is_loose(node, group)))
+        tree.settle(node)
+    return sum(allocator.num_free for allocator in tree.allocators) - before
 
 
 def _evict_leaf(tree: PrefixTree, group: int, wanted: int) -> bool:

@@ -6,18 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kvstore.paged.node import Node
+from kvstore.paged.node import Node, nodes_below
 from kvstore.paged.request import PagedRequest
 from kvstore.paged.tree import PrefixTree
 
 
 def all_nodes(tree: PrefixTree) -> Iterator[Node]:
     """Yield every node that can be reached from a root, roots not included."""
-    todo = [child for root in tree.roots.values() for child in root.children.values()]
-    while todo:
-        node = todo.pop()
-        yield node
-        todo.extend(node.children.values())
+    for root in tree.roots.values():
+        yield from nodes_below(root)
 
 
 def buffer_bytes(node: Node) -> tuple[int, int]:
@@ -73,6 +70,7 @@ def _check_node(tree: PrefixTree, node: Node) -> None:
         assert all(int(node.pages[group].min()) >= 0 for group in tree.windows), "an edge with gaps can grow"
     if not node.children and node.lock_count == 0:
         assert not tree.is_dead(node), "a leaf where no match can end"
+        assert not tree.is_cleared(node), "pages that no request needs outlast a clear"
 
 
 def _check_pages(tree: PrefixTree, group: int, nodes: list[Node], requests: Iterable[PagedRequest]) -> None:

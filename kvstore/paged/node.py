@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +13,20 @@ import numpy.typing as npt
 from kvstore.paged.tokens import TOKEN_BYTES
 from kvstore.paged.units import Pages
 
-RootKey = tuple[bytes, bytes]
-"""Namespace and salt: what tells apart the trees of one cache."""
+
+class RootKey(NamedTuple):
+    """What tells apart the trees of one cache. `PrefixTree.key` makes it.
+
+    Args:
+        namespace: as of `PagedPrefixCache.acquire`.
+        salt: as of `PagedPrefixCache.acquire`.
+        num_clearings: how often the cache was cleared when this namespace was cleared last. So pages from before a
+            clearing are in another tree, also those that a running request inserts later.
+    """
+
+    namespace: bytes
+    salt: bytes
+    num_clearings: int = 0
 
 
 Locks = npt.NDArray[np.int32]
@@ -139,6 +153,15 @@ def make_root(key: RootKey, num_groups: int) -> Node:
     """Return the root of a new tree."""
     empty = [np.empty(0, np.int32) for _ in range(num_groups)]
     return Node(key, None, b"", empty, 0, [None] * num_groups, 0, 0, {}, [])
+
+
+def nodes_below(root: Node) -> Iterator[Node]:
+    """Yield every node of a tree without its root, each one before its children."""
+    todo = list(root.children.values())
+    while todo:
+        node = todo.pop()
+        todo.extend(node.children.values())
+        yield node
 
 
 def split(node: Node, num_pages: int, page_size: int) -> Node:

@@ -69,11 +69,30 @@ class PrefixTree:
         self.leaves = UseOrder(lambda node: node.parent is not None and not node.children and node.lock_count == 0)
         self.window_order = {group: UseOrder(partial(self.has_loose, group)) for group in self.windows}
         self._clock = 0
+        self._num_clearings = self._all_cleared = 0  # Calls of `clear`, and the last one of them that was for all.
+        self._cleared: dict[bytes, int] = {}  # The last one for each namespace, of those after `_all_cleared`.
 
     def now(self) -> int:
         """Return the number of this call, for last uses."""
         self._clock += 1
         return self._clock
+
+    def key(self, namespace: bytes, salt: bytes) -> RootKey:
+        """Return the key of the tree that new requests use."""
+        return RootKey(namespace, salt, self._cleared.get(namespace, self._all_cleared))
+
+    def clear(self, namespace: bytes | None) -> None:
+        """Let new requests use other trees of a namespace, or of all, than those that are there."""
+        self._num_clearings += 1
+        if namespace is not None:
+            self._cleared[namespace] = self._num_clearings
+        else:
+            self._all_cleared = self._num_clearings
+            self._cleared.clear()
+
+    def is_cleared(self, node: Node) -> bool:
+        """Return whether no new request uses the tree of this node."""
+        return node.key != self.key(node.key.namespace, node.key.salt)
 
     def root(self, key: RootKey) -> Node:
         """Return the root of a tree, a new one if need be."""
@@ -283,8 +302,8 @@ class PrefixTree:
         return bool(self.is_loose(node, group).any())
 
     def is_dead(self, node: Node) -> bool:
-        """Return whether no match can end in this edge, because a window group has none of its pages."""
-        return any(int(node.pages[group].max()) < 0 for group in self.windows)
+        """Return whether no match can end in this edge: its tree was cleared, or a window group has no page of it."""
+        return self.is_cleared(node) or any(int(node.pages[group].max()) < 0 for group in self.windows)
 
     def settle(self, node: Node) -> None:
         """Give a node without children and locks its place among the leaves; a dead one goes, and so on upwards."""

@@ -30,10 +30,10 @@ def fingerprints(seed: int, tokens: list[int]) -> np.ndarray:
 class Live:
     """A request at work: its tokens, and how many have their KV in place."""
 
-    def __init__(self, request, tokens, spaces):
-        self.request, self.tokens, self.spaces = request, tokens, spaces
+    def __init__(self, request, tokens, seed):
+        self.request, self.tokens, self.seed = request, tokens, seed
         self.num_computed = request.num_tokens
-        self.kv = fingerprints(hash(spaces) % _MANY, tokens)
+        self.kv = fingerprints(seed, tokens)
 
 
 class Engine:
@@ -44,8 +44,21 @@ class Engine:
         self.kv = [np.full(each.num_pages * cache.page_size, -1, np.int64) for each in cache.allocators]
         self.live: list[Live] = []
         self.prompts: list[list[int]] = []
+        self.weights = dict.fromkeys((b"", b"lora"), 0)  # By namespace; others than before after each clearing.
         self.counts = dict.fromkeys(
-            ("begun", "found", "copied", "exhausted", "inserted", "grown", "evicted", "rolled_back", "brought"), 0
+            (
+                "begun",
+                "found",
+                "copied",
+                "exhausted",
+                "inserted",
+                "grown",
+                "evicted",
+                "cleared",
+                "rolled_back",
+                "brought",
+            ),
+            0,
         )
 
     def check(self, live: Live) -> None:
@@ -70,7 +83,7 @@ class Engine:
         match = self.cache.match(tokens, *spaces)
         request = self.cache.acquire(tokens, *spaces)
         assert match.num_tokens == request.num_tokens
-        live = Live(request, tokens, spaces)
+        live = Live(request, tokens, hash((spaces, self.weights[spaces[0]])) % _MANY)
         self.live.append(live)
         self.counts["begun"] += 1
         self.counts["found"] += request.num_tokens
@@ -103,11 +116,20 @@ class Engine:
         missing = live.request.num_tokens + num_tokens - len(live.tokens)
         if missing > 0:
             live.tokens = [*live.tokens, *(self.rng.randrange(3) for _ in range(missing))]
-            live.kv = fingerprints(hash(live.spaces) % _MANY, live.tokens)
+            live.kv = fingerprints(live.seed, live.tokens)
         start = live.request.num_tokens
         slots = live.request.extend(num_tokens)
         self.write(live, slots, live.kv[start : start + num_tokens])
         live.num_computed = live.request.num_tokens
+
+    def clear(self) -> None:
+        """Other weights give other KV; running requests go on with that of before, and insert it."""
+        namespace = self.rng.choice((None, *self.weights))
+        for each in self.weights if namespace is None else [namespace]:
+            self.weights[each] += 1
+        self.counts["cleared"] += self.cache.clear(namespace)
+        for prompt in self.prompts:
+            assert namespace is not None or self.cache.match(prompt).num_tokens == 0
 
     def speculate(self, live: Live, num_drafts: int, num_accepted: int) -> None:
         start = live.request.num_tokens
@@ -115,7 +137,7 @@ class Engine:
         kept = [*live.tokens[:start], *(self.rng.randrange(3) for _ in range(num_accepted))]
         if len(kept) > len(live.tokens):
             live.tokens = kept
-            live.kv = fingerprints(hash(live.spaces) % _MANY, kept)
+            live.kv = fingerprints(live.seed, kept)
         values = np.full(num_drafts, -5, np.int64)
         values[:num_accepted] = live.kv[start : start + num_accepted]
         self.write(live, slots, values)
@@ -207,6 +229,8 @@ class Engine:
                 live.request.trim_windows(live.num_computed)
             elif act < 0.92:
                 self.end(live, inserts=rng.random() < 0.7)
+            elif act < 0.93:
+                self.clear()
             elif act < 0.96:
                 self.counts["evicted"] += self.cache.evict(rng.randint(0, 6), rng.randrange(len(self.kv)))
             else:

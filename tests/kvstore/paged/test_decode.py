@@ -9,6 +9,7 @@ from kvstore.paged.allocator import PageAllocator
 from kvstore.paged.cache import PagedPrefixCache
 from kvstore.paged.groups import PageGroup
 from kvstore.paged.integrity import buffer_bytes
+from kvstore.paged.node import RootKey
 from kvstore.paged.tree import PrefixTree
 
 WINDOW = PageGroup(window_tokens=9)
@@ -37,7 +38,7 @@ def found(cache, tokens):
 def test_the_buffers_of_an_edge_double():
     allocator = PageAllocator(8192, 4)
     tree = PrefixTree((PageGroup(),), (allocator,), 4)
-    edge = tree.append(tree.root((b"", b"")), bytes(16), [allocator.alloc(1)])
+    edge = tree.append(tree.root(RootKey(b"", b"")), bytes(16), [allocator.alloc(1)])
     rooms = []
     for number in range(1, 8192):
         data = number.to_bytes(16, "little")
