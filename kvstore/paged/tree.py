@@ -263,7 +263,8 @@ class PrefixTree:
     def best_partial(self, found: Found, data: bytes, num_tokens: int) -> tuple[Node, int, int] | None:
         """Return (node, page of its edge, tokens) of the page that shares most tokens with what comes after `found`.
 
-        At most `num_tokens` tokens of `data` count, and less than a page of them. None if no token is shared.
+        At most `num_tokens` tokens of `data` count, and one page of them (all of it, if it came after the request).
+        None if no token is shared.
         """
         at = found.num_pages * self.page_bytes
         most = min(num_tokens - found.num_pages * self.page_size, self.page_size)

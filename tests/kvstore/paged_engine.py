@@ -294,7 +294,7 @@ def work(groups: str, page_size: int, num_steps: int, seed: int, check_every: in
 
 def main() -> None:
     num_steps, seed = (int(each) for each in [*sys.argv[1:], "50000", "0"][:2])
-    for page_size in (1, 3, 4, 16):
+    for page_size in (1, 3, 4, 16, 64, 256):
         for groups in ("full", "window", "both", "aligned"):
             print(page_size, groups, work(groups, page_size, num_steps, seed, 100), flush=True)  # noqa: T201
 
