@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.paged.allocator import PageAllocator
-from kvstore.paged.evicting import evict
+from kvstore.paged.evicting import clear, evict
 from kvstore.paged.groups import PageGroup, longest_usable
 from kvstore.paged.integrity import check_tree
 from kvstore.paged.node import RootKey, make_root
@@ -99,7 +99,7 @@ class PagedPrefixCache:
         """
         tokens = encode_tokens(token_ids)
         limit = max(0, tokens.num_tokens - bool(reserve_last_token))
-        found = self._find(_key(namespace, salt), tokens, limit)
+        found = self._find(self._key(namespace, salt), tokens, limit)
         best = self._tree.best_partial(found, tokens.data, limit)
         if best is not None and any(int(pages[best[1]]) < 0 for pages in best[0].pages):
             best = None
@@ -128,7 +128,7 @@ class PagedPrefixCache:
         """
         tokens = encode_tokens(token_ids)
         limit = max(0, tokens.num_tokens - bool(reserve_last_token))
-        key, tree = _key(namespace, salt), self._tree
+        key, tree = self._key(namespace, salt), self._tree
         found = self._find(key, tokens, limit)
         tables = [self._table(found, group) for group in range(len(self.groups))]
         node = tree.cut(found)
@@ -154,6 +154,28 @@ class PagedPrefixCache:
         """
         wanted = check_count("evict", "num_pages", num_pages)
         return evict(self._tree, check_count("evict", "group", group, len(self.groups) - 1), wanted)
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Let no new request find what is here now: the weights of the model changed, for example.
+
+        Pages that no request needs are free at once, the others when the last request that needs them is released.
+        Running requests go on with the pages that they have, and find only each other's. What they insert after the
+        clear was computed with pages from before, so no new request finds it either.
+
+        Args:
+            namespace: to clear, with all its salts; None for all.
+
+        Returns:
+            How many pages became free, of all groups.
+
+        Raises:
+            InvalidRequest: namespace is neither bytes nor None; nothing was changed.
+        """
+        if namespace is not None and not isinstance(namespace, bytes):
+            raise InvalidRequest(
+                f"clear: wanted namespace as bytes, or None for all, got {type(namespace).__name__}; nothing changed"
+            )
+        return clear(self._tree, namespace)
 
     @property
     def num_requests(self) -> int:
@@ -186,6 +208,14 @@ class PagedPrefixCache:
         """
         check_tree(self._tree, self._requests)
 
+    def _key(self, namespace: bytes, salt: bytes) -> RootKey:
+        if not isinstance(namespace, bytes) or not isinstance(salt, bytes):
+            raise InvalidRequest(
+                f"wanted namespace and salt as bytes, got {type(namespace).__name__} and {type(salt).__name__}; "
+                "pass Namespace.digest, or encode a text"
+            )
+        return self._tree.key(namespace, salt)
+
     def _find(self, key: RootKey, tokens: EncodedTokens, limit: int) -> Found:
         """Return the longest usable prefix."""
         tree = self._tree
@@ -205,12 +235,3 @@ class PagedPrefixCache:
         if self.groups[group].window_tokens is None:
             return pages
         return np.concatenate((np.full(first, -1, np.int32), pages[first:]))
-
-
-def _key(namespace: bytes, salt: bytes) -> RootKey:
-    if not isinstance(namespace, bytes) or not isinstance(salt, bytes):
-        raise InvalidRequest(
-            f"wanted namespace and salt as bytes, got {type(namespace).__name__} and {type(salt).__name__}; "
-            "pass Namespace.digest, or encode a text"
-        )
-    return namespace, salt

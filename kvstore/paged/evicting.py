@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.errors import PoolExhausted
+from kvstore.paged.node import nodes_below
 from kvstore.paged.tree import PrefixTree
 
 
@@ -45,6 +46,21 @@ def make_room(tree: PrefixTree, num_pages: Sequence[int]) -> None:
             raise PoolExhausted(f"wanted {wanted} pages of group {group}, evicted ones are still shared; free them")
 
 
+def clear(tree: PrefixTree, namespace: bytes | None) -> int:
+    """Hide all pages of a namespace, or of all, from new requests. Returns how many became free, of all groups.
+
+    Pages that requests need stay until the last of these releases them.
+    """
+    before = sum(allocator.num_free for allocator in tree.allocators)
+    tree.clear(namespace)
+    nodes = [node for root in tree.roots.values() for node in nodes_below(root) if tree.is_cleared(node)]
+    for node in nodes:
+        for group in tree.windows:
+            tree.give_up(node, group, np.flatnonzero(tree.is_loose(node, group)))
+        tree.settle(node)
+    return sum(allocator.num_free for allocator in tree.allocators) - before
+
+
 def _evict_leaf(tree: PrefixTree, group: int, wanted: int) -> bool:
     node = tree.leaves.pop()
     if node is None:
@@ -65,9 +81,7 @@ def _evict_window(tree: PrefixTree, group: int, wanted: int) -> bool:
     # From the front: a match at the end of the edge needs the last pages.
     loose = np.flatnonzero(tree.is_loose(node, group))
     gone = loose[:wanted]
-    tree.allocators[group].give_back(node.pages[group][gone])
-    node.pages[group][gone] = -1
-    tree.num_cached[group] -= len(gone)
+    tree.give_up(node, group, gone)
     if len(loose) > len(gone):
         tree.window_order[group].push(node)
     elif tree.is_dead(node):

@@ -6,25 +6,22 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kvstore.paged.node import Node
+from kvstore.paged.node import Node, nodes_below
 from kvstore.paged.request import PagedRequest
 from kvstore.paged.tree import PrefixTree
 
 
 def all_nodes(tree: PrefixTree) -> Iterator[Node]:
     """Yield every node that can be reached from a root, roots not included."""
-    todo = [child for root in tree.roots.values() for child in root.children.values()]
-    while todo:
-        node = todo.pop()
-        yield node
-        todo.extend(node.children.values())
+    for root in tree.roots.values():
+        yield from nodes_below(root)
 
 
 def buffer_bytes(node: Node) -> tuple[int, int]:
     """Return the bytes that a node keeps in memory for its tokens, pages and locks, and those that it needs."""
     parts = [*node.pages, *(locks for locks in node.window_locks if locks is not None)]
     whole = node.data.obj if isinstance(node.data, memoryview) else node.data
-    assert isinstance(whole, bytes)
+    assert isinstance(whole, bytes | bytearray)
     kept = sum(part.base.nbytes if isinstance(part.base, np.ndarray) else part.nbytes for part in parts)
     return len(whole) + kept, len(node.data) + sum(part.nbytes for part in parts)
 
@@ -66,8 +63,14 @@ def _check_node(tree: PrefixTree, node: Node) -> None:
         assert len(locks) == len(node.pages[group]) == num_pages
         assert int(locks.min()) >= 0
         assert not locks[node.pages[group] < 0].any(), "a missing page is locked"
+    if node.room is not None:
+        assert isinstance(node.data, memoryview)
+        assert node.data.obj is node.room.data, "an edge grows elsewhere"
+        assert all(pages.base is room for pages, room in zip(node.pages, node.room.pages, strict=True))
+        assert all(int(node.pages[group].min()) >= 0 for group in tree.windows), "an edge with gaps can grow"
     if not node.children and node.lock_count == 0:
         assert not tree.is_dead(node), "a leaf where no match can end"
+        assert not tree.is_cleared(node), "pages that no request needs outlast a clear"
 
 
 def _check_pages(tree: PrefixTree, group: int, nodes: list[Node], requests: Iterable[PagedRequest]) -> None:

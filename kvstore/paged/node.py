@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +13,39 @@ import numpy.typing as npt
 from kvstore.paged.tokens import TOKEN_BYTES
 from kvstore.paged.units import Pages
 
-RootKey = tuple[bytes, bytes]
-"""Namespace and salt: what tells apart the trees of one cache."""
+
+class RootKey(NamedTuple):
+    """What tells apart the trees of one cache. `PrefixTree.key` makes it.
+
+    Args:
+        namespace: as of `PagedPrefixCache.acquire`.
+        salt: as of `PagedPrefixCache.acquire`.
+        num_clearings: how often the cache was cleared when this namespace was cleared last. So pages from before a
+            clearing are in another tree, also those that a running request inserts later.
+    """
+
+    namespace: bytes
+    salt: bytes
+    num_clearings: int = 0
+
+
+Locks = npt.NDArray[np.int32]
+"""Requests that need each page of a window group."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRoom:
+    """Buffers of an edge that grows. They begin with its contents, and no other node has a part of them.
+
+    Args:
+        data: tokens.
+        pages: per group; all have equally many entries.
+        window_locks: per group, None for a group without window.
+    """
+
+    data: bytearray
+    pages: list[Pages]
+    window_locks: list[Locks | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +66,8 @@ class Node:
         lock_count: requests that need the edge.
         children: by the tokens of their first page, all of them, so two children never have one key.
         order: keys of `children`, sorted; neighbours in it have the longest common beginnings.
+        room: where the edge can grow, if it did so before. None after a split or a trim, and after a page of the edge
+            was given up: an edge with gaps goes whole, so it must not become longer.
     """
 
     key: RootKey
@@ -40,11 +75,12 @@ class Node:
     data: bytes | memoryview
     pages: list[Pages]
     end_page: int
-    window_locks: list[npt.NDArray[np.int32] | None]
+    window_locks: list[Locks | None]
     last_use: int
     lock_count: int
     children: dict[bytes, Node]
     order: list[bytes]
+    room: EdgeRoom | None = None
 
     @property
     def num_pages(self) -> int:
@@ -60,19 +96,45 @@ class Node:
         """Return the tokens of the first page."""
         return bytes(self.data[: page_size * TOKEN_BYTES])
 
+    def grow(self, data: bytes, pages: list[Pages], window_locks: list[Locks | None]) -> None:
+        """Copy more pages to the end of the edge. Its room is doubled when it is full, so this takes amortised O(1)."""
+        num_old, num_new, num_bytes = self.num_pages, self.num_pages + len(pages[0]), len(self.data)
+        if self.room is None or num_new > len(self.room.pages[0]):
+            self.room = self._larger_room(max(num_new, 2 * num_old))
+        room = self.room
+        room.data[num_bytes : num_bytes + len(data)] = data
+        for whole, part in zip([*room.pages, *room.window_locks], [*pages, *window_locks], strict=True):
+            if whole is not None and part is not None:
+                whole[num_old:num_new] = part
+        self.data = memoryview(room.data)[: num_bytes + len(data)]
+        self.pages = [whole[:num_new] for whole in room.pages]
+        self.window_locks = [None if whole is None else whole[:num_new] for whole in room.window_locks]
+        self.end_page += num_new - num_old
+
     def shrink(self) -> None:
         """Copy what is a view of less than half of a buffer, so that it does not keep all of it in memory."""
+        self.room = None
         whole = self.data.obj if isinstance(self.data, memoryview) else self.data
-        if isinstance(whole, bytes) and 2 * len(self.data) < len(whole):
+        if isinstance(whole, bytes | bytearray) and 2 * len(self.data) < len(whole):
             self.data = bytes(self.data)
         self.pages = [_shrunk(pages) for pages in self.pages]
         self.window_locks = [None if locks is None else _shrunk(locks) for locks in self.window_locks]
 
     def clear(self) -> None:
         """Let go of the contents of a removed node, which old entries of an order may still name."""
-        self.data = b""
+        self.data, self.room = b"", None
         self.pages = [pages[:0].copy() for pages in self.pages]
         self.window_locks = [None if locks is None else locks[:0].copy() for locks in self.window_locks]
+
+    def _larger_room(self, num_pages: int) -> EdgeRoom:
+        """Return buffers of so many pages that begin with the contents of the edge."""
+        data = bytearray(len(self.data) // self.num_pages * num_pages)
+        data[: len(self.data)] = self.data
+        return EdgeRoom(
+            data,
+            [_with_room(pages, num_pages) for pages in self.pages],
+            [None if locks is None else _with_room(locks, num_pages) for locks in self.window_locks],
+        )
 
     def add_child(self, key: bytes, child: Node, *, sorts: bool) -> None:
         """Link a child; `sorts` is False where no page can match in part."""
@@ -91,6 +153,15 @@ def make_root(key: RootKey, num_groups: int) -> Node:
     """Return the root of a new tree."""
     empty = [np.empty(0, np.int32) for _ in range(num_groups)]
     return Node(key, None, b"", empty, 0, [None] * num_groups, 0, 0, {}, [])
+
+
+def nodes_below(root: Node) -> Iterator[Node]:
+    """Yield every node of a tree without its root, each one before its children."""
+    todo = list(root.children.values())
+    while todo:
+        node = todo.pop()
+        todo.extend(node.children.values())
+        yield node
 
 
 def split(node: Node, num_pages: int, page_size: int) -> Node:
@@ -121,6 +192,12 @@ def split(node: Node, num_pages: int, page_size: int) -> Node:
     upper.shrink()
     node.shrink()
     return upper
+
+
+def _with_room(array: npt.NDArray[np.int32], num_pages: int) -> npt.NDArray[np.int32]:
+    whole = np.empty(num_pages, np.int32)
+    whole[: len(array)] = array
+    return whole
 
 
 def _shrunk(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

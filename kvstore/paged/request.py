@@ -270,31 +270,19 @@ class PagedRequest:
             above = tree.root(self._key)
         found = tree.find(above, tokens.data, end * tree.page_size)
         node = tree.cut(found)
-        self._fill_gaps(node, above)
+        tree.fill_gaps(node, above, self._sequences)
         tree.lock(node, above)
-        num_new = end - node.end_page
-        if num_new:
-            start = node.end_page
+        start = node.end_page
+        if start < end:
             data = tokens.data[start * tree.page_bytes : end * tree.page_bytes]
             full = set(tree.full)
             pages = [
                 sequence.hand_over(start, end, never_drops=group in full)
                 for group, sequence in enumerate(self._sequences)
             ]
-            child = tree.add(node, data, pages)
-            tree.lock(child, node)
-            node = child
+            node = tree.append(node, data, pages)
         self._node = node
-        return num_new
-
-    def _fill_gaps(self, node: Node, above: Node) -> None:
-        """Give own pages to those nodes whose window groups gave up theirs."""
-        for group in self._tree.windows:
-            at = node
-            while at is not above:
-                assert at.parent is not None
-                self._tree.fill_window(at, group, self._sequences[group])
-                at = at.parent
+        return end - start
 
     def _unlock_window(self, group: int, start: int, stop: int) -> None:
         stop = min(stop, self._node.end_page)

@@ -7,6 +7,7 @@ be evicted, leaf before root. `num_cached` and `num_locked` count pages per grou
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,11 +69,30 @@ class PrefixTree:
         self.leaves = UseOrder(lambda node: node.parent is not None and not node.children and node.lock_count == 0)
         self.window_order = {group: UseOrder(partial(self.has_loose, group)) for group in self.windows}
         self._clock = 0
+        self._num_clearings = self._all_cleared = 0  # Calls of `clear`, and the last one of them that was for all.
+        self._cleared: dict[bytes, int] = {}  # The last one for each namespace, of those after `_all_cleared`.
 
     def now(self) -> int:
         """Return the number of this call, for last uses."""
         self._clock += 1
         return self._clock
+
+    def key(self, namespace: bytes, salt: bytes) -> RootKey:
+        """Return the key of the tree that new requests use."""
+        return RootKey(namespace, salt, self._cleared.get(namespace, self._all_cleared))
+
+    def clear(self, namespace: bytes | None) -> None:
+        """Let new requests use other trees of a namespace, or of all, than those that are there."""
+        self._num_clearings += 1
+        if namespace is not None:
+            self._cleared[namespace] = self._num_clearings
+        else:
+            self._all_cleared = self._num_clearings
+            self._cleared.clear()
+
+    def is_cleared(self, node: Node) -> bool:
+        """Return whether no new request uses the tree of this node."""
+        return node.key != self.key(node.key.namespace, node.key.salt)
 
     def root(self, key: RootKey) -> Node:
         """Return the root of a tree, a new one if need be."""
@@ -181,26 +201,54 @@ class PrefixTree:
                     self.window_order[group].push(node)
             node = node.parent
 
-    def add(self, parent: Node, data: bytes, pages: list[Pages]) -> Node:
-        """Add a child whose pages the caller hands over. It is not locked yet, its window pages are."""
+    def append(self, node: Node, data: bytes, pages: list[Pages]) -> Node:
+        """Put pages that the caller hands over behind a node that it locks, and lock them for it.
+
+        A leaf that only the caller needs grows: a decode that inserts page by page makes one edge, and not one edge for
+        each page. Its last use stays that of the edge, so that pages that a window has passed go early.
+
+        Returns:
+            The node that ends with them; the caller's lock on `node` counts for it, too.
+        """
         windowed = set(self.windows)
         locks = [(held >= 0).astype(np.int32) if group in windowed else None for group, held in enumerate(pages)]
-        child = Node(
-            key=parent.key, parent=parent, data=data, pages=pages, end_page=parent.end_page + len(pages[0]),
-            window_locks=locks, last_use=self._clock, lock_count=0, children={}, order=[],
-        )  # fmt: skip
-        parent.add_child(page_key(data, 0, self.page_bytes), child, sorts=self.page_size > 1)
-        self.num_nodes += 1
-        for group in self.full:
-            self.num_cached[group] += len(pages[group])
-        for group in self.windows:
-            num_present = int((pages[group] >= 0).sum())
+        for group in range(len(pages)):
+            num_present = len(pages[group]) if group not in windowed else int((pages[group] >= 0).sum())
             self.num_cached[group] += num_present
             self.num_locked[group] += num_present
+        if self._may_grow(node, pages):
+            node.grow(data, pages, locks)
+            return node
+        child = Node(
+            key=node.key, parent=node, data=data, pages=pages, end_page=node.end_page + len(pages[0]),
+            window_locks=locks, last_use=self.now(), lock_count=1, children={}, order=[],
+        )  # fmt: skip
+        node.add_child(page_key(data, 0, self.page_bytes), child, sorts=self.page_size > 1)
+        self.num_nodes += 1
         return child
 
-    def fill_window(self, node: Node, group: int, sequence: SequencePages) -> None:
-        """Take pages of a sequence, and lock them for it, where a window group gave up those of this edge."""
+    def _may_grow(self, node: Node, pages: list[Pages]) -> bool:
+        """Return whether the caller, which locks the node, may append such pages to its edge.
+
+        A second lock is of a request that needs the edge to end where it ends. An edge with gaps goes whole, and one
+        without a page of a window is removed early, so neither is joined with what can go page by page.
+        """
+        if node.parent is None or node.children or node.lock_count != 1:
+            return False
+        if any(int(pages[group].min()) < 0 for group in self.windows):
+            return False
+        return node.room is not None or all(int(node.pages[group].min()) >= 0 for group in self.windows)
+
+    def fill_gaps(self, node: Node, above: Node, sequences: Sequence[SequencePages]) -> None:
+        """Let nodes below `above`, down to `node`, take pages of sequences where window groups gave up theirs."""
+        for group in self.windows:
+            at = node
+            while at is not above:
+                assert at.parent is not None
+                self._fill_window(at, group, sequences[group])
+                at = at.parent
+
+    def _fill_window(self, node: Node, group: int, sequence: SequencePages) -> None:
         start, stop = node.start_page, node.end_page
         pages, locks = node.pages[group], node.window_locks[group]
         assert locks is not None
@@ -215,7 +263,8 @@ class PrefixTree:
     def best_partial(self, found: Found, data: bytes, num_tokens: int) -> tuple[Node, int, int] | None:
         """Return (node, page of its edge, tokens) of the page that shares most tokens with what comes after `found`.
 
-        At most `num_tokens` tokens of `data` count, and less than a page of them. None if no token is shared.
+        At most `num_tokens` tokens of `data` count, and one page of them (all of it, if it came after the request).
+        None if no token is shared.
         """
         at = found.num_pages * self.page_bytes
         most = min(num_tokens - found.num_pages * self.page_size, self.page_size)
@@ -234,6 +283,13 @@ class PrefixTree:
                 best = (found.node.children[key], 0, shared)
         return best
 
+    def give_up(self, node: Node, group: int, gone: npt.NDArray[np.intp]) -> None:
+        """Give back pages of a window group that no request needs, and leave gaps in the edge."""
+        self.allocators[group].give_back(node.pages[group][gone])
+        node.pages[group][gone] = -1
+        node.room = None
+        self.num_cached[group] -= len(gone)
+
     def is_loose(self, node: Node, group: int) -> npt.NDArray[np.bool_]:
         """Return which pages of a window group can be given up."""
         locks = node.window_locks[group]
@@ -247,8 +303,8 @@ class PrefixTree:
         return bool(self.is_loose(node, group).any())
 
     def is_dead(self, node: Node) -> bool:
-        """Return whether no match can end in this edge, because a window group has none of its pages."""
-        return any(int(node.pages[group].max()) < 0 for group in self.windows)
+        """Return whether no match can end in this edge: its tree was cleared, or a window group has no page of it."""
+        return self.is_cleared(node) or any(int(node.pages[group].max()) < 0 for group in self.windows)
 
     def settle(self, node: Node) -> None:
         """Give a node without children and locks its place among the leaves; a dead one goes, and so on upwards."""

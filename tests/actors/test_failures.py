@@ -266,6 +266,7 @@ def test_the_directory_dies(stores, engines, chain, chain_of, space, node_ids, g
 
 
 def test_a_node_store_dies(stores, space, chain, node_ids, get, pids_of, eventually, open_engine, process_lives):
+    """Scenario 21: the rest goes on, old handles fail closed, and nothing of the old life is left."""
     source, reader = (open_engine(stores["default"], space, node_id) for node_id in node_ids)
     source.save(chain)
     reader.load(chain[:100])

@@ -100,6 +100,7 @@ def test_a_source_that_resumes_after_its_reader_was_fenced_corrupts_nothing(fenc
 
 
 def test_a_read_that_ends_late_writes_only_to_slots_that_nobody_has(cluster, eventually):
+    """Scenario 20: what comes after the deadline is let go, here and at the source."""
     reader = cluster.engines["reader"]
     hashes = saved(cluster, eventually, 128)
     cluster.send("source_mover", signal.SIGSTOP)
@@ -241,6 +242,7 @@ def test_a_worker_that_is_killed_while_it_loads_leaves_nothing(cluster, eventual
 
 
 def test_a_store_that_was_restarted_has_a_new_epoch_and_takes_no_old_descriptor(cluster, eventually):
+    """Scenario 21: nothing is read from the new life of a store under names of the old one."""
     reader = cluster.stores["reader"]
     hashes = saved(cluster, eventually)
     epoch = cluster.stats("source")["epoch"]

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from copy_case import CROSS, DTYPES, ORDERS, Case, ElevenPlanes
+from copy_case import CROSS, DTYPES, GUARD, ORDERS, Case, ElevenPlanes, random_bytes
 from kvstore.kernels.launch import Style, Tables, launches
 from kvstore.kernels.module import ACROSS, INSIDE
 from kvstore.kernels.plan import plan_copy
+from kvstore.kernels.reference import torch_dtype
 from kvstore.kernels.spans import block_spans
 from kvstore.kernels.stored import StoredBlock
 
@@ -41,6 +42,7 @@ def assert_equal(case, got_engines, got_buffer, to_slots):
 @pytest.mark.parametrize("to_slots", [True, False])
 @pytest.mark.parametrize("seed", range(120))
 def test_random_copies(shim, seed, to_slots):
+    """Scenario 16, too: all bytes of both sides are compared, the guards around them and the source as well."""
     case = Case(seed)
     engines, buffer, _ = run_on_cpu(shim, case, to_slots)
     assert_equal(case, engines, buffer, to_slots)
@@ -82,6 +84,62 @@ def test_strips_of_any_width_copy_every_plane_once(shim, monkeypatch, strip, apa
     want_engine, want_slots = case.expected(to_slots)
     assert torch.equal(engine, want_engine)
     assert torch.equal(slots, want_slots)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize(("stored_tokens", "page_tokens"), [(64, 1), (64, 16), (64, 64), (16, 64), (256, 32)])
+@pytest.mark.parametrize(
+    ("num_layers", "heads", "planes", "dim", "dtype"),
+    [
+        (1, 2, 2, 8, "bfloat16"),
+        (32, 2, 2, 8, "float8_e4m3fn"),
+        (61, 1, 2, 8, "uint8"),
+        (5, 1, 1, 576, "uint8"),
+        (3, 1, 1, 656, "uint8"),
+    ],
+    ids=["1-bf16", "32-fp8", "61-int8", "5-mla-576", "3-mla-656"],
+)
+def test_a_copy_is_what_torch_gathers(
+    shim, num_layers, heads, planes, dim, dtype, stored_tokens, page_tokens, to_slots
+):
+    """Scenario 16: many layers, long latent rows, and pages of an engine in any order, one of them missing."""
+    rng = np.random.default_rng(num_layers + stored_tokens + page_tokens)
+    stored = StoredBlock(block_dims=(1, heads, num_layers, planes, stored_tokens, dim), dtype=dtype)
+    num_tokens = 2 * max(stored_tokens, page_tokens) - 1
+    num_pages, num_slots = num_tokens // page_tokens + 4, num_tokens // stored_tokens + 3
+    raw = random_bytes(num_pages * (stored.block_bytes // stored_tokens * page_tokens) + 2 * GUARD, rng)
+    buffer = random_bytes(num_slots * stored.block_bytes + 2 * GUARD, rng)
+    pages = rng.permutation(num_pages)[: -(-num_tokens // page_tokens)]
+    pages[rng.integers(len(pages))] = -1
+    slot_ids = rng.permutation(num_slots)[: -(-num_tokens // stored_tokens)]
+
+    def views(raw, buffer):
+        element = torch_dtype(dtype)
+        engine = raw[GUARD:-GUARD].view(element).view(num_layers, num_pages, heads, planes, page_tokens, dim)
+        return engine, buffer[GUARD:-GUARD].view(num_slots, stored.block_bytes)
+
+    want_raw, want_buffer = raw.clone(), buffer.clone()
+    want_engine, want_slots = views(want_raw, want_buffer)
+    there = want_slots.view(want_engine.dtype).view(num_slots, heads, num_layers, planes, stored_tokens, dim)
+    at = np.arange(num_tokens)[pages[np.arange(num_tokens) // page_tokens] >= 0]
+    page, row = torch.from_numpy(pages[at // page_tokens]), torch.from_numpy(at % page_tokens)
+    slot, place = torch.from_numpy(slot_ids[at // stored_tokens]), torch.from_numpy(at % stored_tokens)
+    # [tokens, layers, heads, planes, dim]; as bytes, because torch indexes no floats of eight bits.
+    engine_bytes, there_bytes = want_engine.view(torch.uint8), there.view(torch.uint8)
+    if to_slots:
+        there_bytes[slot, :, :, :, place] = engine_bytes[:, page, :, :, row].transpose(1, 2)
+    else:
+        engine_bytes[:, page, :, :, row] = there_bytes[slot, :, :, :, place].transpose(1, 2)
+
+    engine, slots = views(raw, buffer)
+    plan = plan_copy(list(engine), stored)
+    spans = block_spans(plan.paging, pages, slot_ids, num_slots, num_tokens=num_tokens)
+    [table] = [Tables(s.engine_bases.ctypes.data, s.slot_offsets.ctypes.data) for s in plan.sections]
+    shim.allow(raw if to_slots else buffer, writable=[slots if to_slots else engine.view(torch.uint8)])
+    for launch in launches(plan, [table], spans, spans.rows.ctypes.data, slots, to_slots=to_slots):
+        shim.run(launch)
+    assert torch.equal(raw, want_raw)
+    assert torch.equal(buffer, want_buffer)
 
 
 @pytest.mark.parametrize("max_ctas", [1, 2, 7])

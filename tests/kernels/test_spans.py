@@ -105,6 +105,7 @@ def test_nothing_is_changed():
     ],
 )
 def test_bad_input_is_refused(call, message):
+    """Scenario 16: an id that comes twice is refused as well, because the copies of a launch have no order."""
     with pytest.raises(ValueError, match=message):
         call()
 

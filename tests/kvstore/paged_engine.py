@@ -30,10 +30,10 @@ def fingerprints(seed: int, tokens: list[int]) -> np.ndarray:
 class Live:
     """A request at work: its tokens, and how many have their KV in place."""
 
-    def __init__(self, request, tokens, spaces):
-        self.request, self.tokens, self.spaces = request, tokens, spaces
+    def __init__(self, request, tokens, seed):
+        self.request, self.tokens, self.seed = request, tokens, seed
         self.num_computed = request.num_tokens
-        self.kv = fingerprints(hash(spaces) % _MANY, tokens)
+        self.kv = fingerprints(seed, tokens)
 
 
 class Engine:
@@ -44,8 +44,21 @@ class Engine:
         self.kv = [np.full(each.num_pages * cache.page_size, -1, np.int64) for each in cache.allocators]
         self.live: list[Live] = []
         self.prompts: list[list[int]] = []
+        self.weights = dict.fromkeys((b"", b"lora"), 0)  # By namespace; others than before after each clearing.
         self.counts = dict.fromkeys(
-            ("begun", "found", "copied", "exhausted", "inserted", "evicted", "rolled_back", "brought"), 0
+            (
+                "begun",
+                "found",
+                "copied",
+                "exhausted",
+                "inserted",
+                "grown",
+                "evicted",
+                "cleared",
+                "rolled_back",
+                "brought",
+            ),
+            0,
         )
 
     def check(self, live: Live) -> None:
@@ -70,7 +83,7 @@ class Engine:
         match = self.cache.match(tokens, *spaces)
         request = self.cache.acquire(tokens, *spaces)
         assert match.num_tokens == request.num_tokens
-        live = Live(request, tokens, spaces)
+        live = Live(request, tokens, hash((spaces, self.weights[spaces[0]])) % _MANY)
         self.live.append(live)
         self.counts["begun"] += 1
         self.counts["found"] += request.num_tokens
@@ -103,11 +116,20 @@ class Engine:
         missing = live.request.num_tokens + num_tokens - len(live.tokens)
         if missing > 0:
             live.tokens = [*live.tokens, *(self.rng.randrange(3) for _ in range(missing))]
-            live.kv = fingerprints(hash(live.spaces) % _MANY, live.tokens)
+            live.kv = fingerprints(live.seed, live.tokens)
         start = live.request.num_tokens
         slots = live.request.extend(num_tokens)
         self.write(live, slots, live.kv[start : start + num_tokens])
         live.num_computed = live.request.num_tokens
+
+    def clear(self) -> None:
+        """Other weights give other KV; running requests go on with that of before, and insert it."""
+        namespace = self.rng.choice((None, *self.weights))
+        for each in self.weights if namespace is None else [namespace]:
+            self.weights[each] += 1
+        self.counts["cleared"] += self.cache.clear(namespace)
+        for prompt in self.prompts:
+            assert namespace is not None or self.cache.match(prompt).num_tokens == 0
 
     def speculate(self, live: Live, num_drafts: int, num_accepted: int) -> None:
         start = live.request.num_tokens
@@ -115,7 +137,7 @@ class Engine:
         kept = [*live.tokens[:start], *(self.rng.randrange(3) for _ in range(num_accepted))]
         if len(kept) > len(live.tokens):
             live.tokens = kept
-            live.kv = fingerprints(hash(live.spaces) % _MANY, kept)
+            live.kv = fingerprints(live.seed, kept)
         values = np.full(num_drafts, -5, np.int64)
         values[:num_accepted] = live.kv[start : start + num_accepted]
         self.write(live, slots, values)
@@ -142,9 +164,23 @@ class Engine:
         live.num_computed = live.request.num_tokens
         self.counts["brought"] += num_tokens if comes else 0
 
+    def insert(self, live: Live, num_tokens: int) -> None:
+        before = self.cache.num_nodes
+        num_new = live.request.insert(live.tokens, num_tokens)
+        self.counts["inserted"] += num_new
+        self.counts["grown"] += bool(num_new and self.cache.num_nodes == before)
+
+    def decode(self, live: Live, num_steps: int) -> None:
+        """Tokens one by one, each page inserted as soon as it is whole."""
+        for _ in range(num_steps):
+            self.compute(live, 1)
+            self.insert(live, live.num_computed)
+            if self.rng.random() < 0.3:
+                live.request.trim_windows(live.num_computed)
+
     def end(self, live: Live, *, inserts: bool) -> None:
         if inserts:
-            self.counts["inserted"] += live.request.insert(live.tokens, live.num_computed)
+            self.insert(live, live.num_computed)
             self.prompts = [*self.prompts[-20:], live.tokens[: 12 * self.cache.page_size]]
         assert live.request.release()
         self.live.remove(live)
@@ -185,11 +221,16 @@ class Engine:
                 if live.request.num_tokens >= len(live.tokens):
                     self.speculate(live, drafts, rng.randint(0, drafts))
             elif act < 0.70:
-                self.counts["inserted"] += live.request.insert(live.tokens, rng.randint(0, live.num_computed))
+                if rng.random() < 0.6:
+                    self.insert(live, rng.randint(0, live.num_computed))
+                else:
+                    self.decode(live, rng.randint(1, 2 * self.cache.page_size))
             elif act < 0.76:
                 live.request.trim_windows(live.num_computed)
             elif act < 0.92:
                 self.end(live, inserts=rng.random() < 0.7)
+            elif act < 0.93:
+                self.clear()
             elif act < 0.96:
                 self.counts["evicted"] += self.cache.evict(rng.randint(0, 6), rng.randrange(len(self.kv)))
             else:
@@ -253,7 +294,7 @@ def work(groups: str, page_size: int, num_steps: int, seed: int, check_every: in
 
 def main() -> None:
     num_steps, seed = (int(each) for each in [*sys.argv[1:], "50000", "0"][:2])
-    for page_size in (1, 3, 4, 16):
+    for page_size in (1, 3, 4, 16, 64, 256):
         for groups in ("full", "window", "both", "aligned"):
             print(page_size, groups, work(groups, page_size, num_steps, seed, 100), flush=True)  # noqa: T201
 

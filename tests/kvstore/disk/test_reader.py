@@ -323,7 +323,7 @@ def test_blocks_that_hang_can_be_saved_and_loaded_meanwhile(start, cluster, read
 
 
 def test_a_hanging_read_that_ends_late_writes_to_no_slot_of_another_block(start, cluster, reads):
-    """Its blocks may be had anew while it hangs, but its slots are out of use until it has ended."""
+    """Scenario 20: its blocks may be had anew while it hangs, but its slots are out of use until it has ended."""
     store = start(disk_timeout_s=0.2, transfer_timeout_s=SOON_S, capacity_bytes=16 * 4096)
     hashes, others = cluster.hashes(6), cluster.hashes(6, seed=1)
     store.save(hashes)

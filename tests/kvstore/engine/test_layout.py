@@ -53,7 +53,7 @@ def check_views(caches, axes, found, stored):
     spots = [
         {"B": b, "T": t, "H": h, "D": d}
         for b in (0, found.num_blocks - 1)
-        for t in (0, 3, found.block_size - 1)
+        for t in (0, min(3, found.block_size - 1), found.block_size - 1)
         for h in (0, stored.num_kv_heads - 1)
         for d in (0, stored.row_dim - 1)
     ]
@@ -241,6 +241,26 @@ def test_engine_blocks_may_be_multiples_or_divisors_of_stored_ones(stored_tokens
     assert (found.axes, found.block_size, found.num_blocks) == ("BPTHD", TOKENS, BLOCKS)
     check_views(layers("BPTHD"), "BPTHD", found, stored)
     assert found.fingerprint == detect_layout(layers("BPTHD"), shape()).fingerprint
+
+
+@pytest.mark.parametrize("stored_tokens", [64, 256])
+@pytest.mark.parametrize("page_tokens", [1, 16, 32, 64])
+def test_pages_of_usual_engines_fit_usual_stored_blocks(page_tokens, stored_tokens):
+    """Scenario 15: a stored block is as many whole pages as there are tokens in it."""
+    stored = shape(block_size=stored_tokens)
+    caches = layers("BPTHD", sizes={"T": page_tokens, "B": 4})
+    found = detect_layout(caches, stored)
+    assert (found.axes, found.block_size, found.num_blocks) == ("BPTHD", page_tokens, 4)
+    check_views(caches, "BPTHD", found, stored)
+
+
+@pytest.mark.parametrize(("stored_tokens", "page_tokens", "to_use"), [(64, 48, 16), (64, 24, 8), (256, 96, 32)])
+def test_pages_that_do_not_fit_a_stored_block_are_refused_with_both_sizes(stored_tokens, page_tokens, to_use):
+    """Scenario 15: at registration, before anything is copied."""
+    caches = layers("BPTHD", sizes={"T": page_tokens})
+    with pytest.raises(LayoutMismatch, match=rf"block_size={to_use}\)") as caught:
+        detect_layout(caches, shape(block_size=stored_tokens))
+    assert f"the stored {stored_tokens} tokens, got blocks of {page_tokens}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("stored_tokens", "to_use"), [(24, 8), (15, 1), (12, 4)])

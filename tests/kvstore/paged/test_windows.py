@@ -10,6 +10,7 @@ from kvstore.paged.allocator import PageAllocator
 from kvstore.paged.cache import PagedPrefixCache
 from kvstore.paged.groups import PageGroup, longest_usable
 from kvstore.paged.integrity import all_nodes, buffer_bytes
+from kvstore.paged.node import RootKey
 from kvstore.paged.tree import PrefixTree
 
 #: A token sees 8 tokens, itself included: the last 7 before a boundary, which are in 2 pages of 4.
@@ -247,7 +248,9 @@ def make_edge(num_pages):
     allocators = (PageAllocator(num_pages, 4), PageAllocator(num_pages, 4))
     tree = PrefixTree(BOTH, allocators, 4)
     pages = [allocator.alloc(num_pages) for allocator in allocators]
-    return tree, tree.add(tree.root((b"", b"")), bytes(range(16)) * num_pages, pages)
+    edge = tree.append(tree.root(RootKey(b"", b"")), bytes(range(16)) * num_pages, pages)
+    tree.unlock(edge)
+    return tree, edge
 
 
 def test_a_page_that_outlasts_its_prompt_keeps_no_more_in_memory():
@@ -256,7 +259,7 @@ def test_a_page_that_outlasts_its_prompt_keeps_no_more_in_memory():
         tree.trim_leaf(edge, num_pages)
     assert buffer_bytes(edge)[0] <= 2 * buffer_bytes(edge)[1]
     tree, edge = make_edge(100)
-    tree.cut(tree.find(tree.root((b"", b"")), bytes(range(16)) * 2, 8))
+    tree.cut(tree.find(tree.root(RootKey(b"", b"")), bytes(range(16)) * 2, 8))
     for node in all_nodes(tree):
         assert buffer_bytes(node)[0] <= 2 * buffer_bytes(node)[1]
 

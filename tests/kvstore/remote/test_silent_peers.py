@@ -52,7 +52,10 @@ def reasons(worker, chains):
 
 
 def test_short_loads_of_a_peer_that_hangs_miss_in_time_until_it_is_left_alone(cluster, hang, monkeypatch):
-    """Each has a second for a question. To connect for a whole call would outlast the client's limit for an answer."""
+    """Scenario 20: loads with little time, and a slow peer.
+
+    Each has a second for a question. To connect for a whole call would outlast the client's limit for an answer.
+    """
     two, chains = nodes(cluster)
     peers, connect, given_s = cluster.nodes["b"].state.peers, PeerAddress.connect, []
 
