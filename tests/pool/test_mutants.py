@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 #: One for each kind of check: schedules, a preemption at any line, a model, rules, faults, hand-offs. `make mutants`
 #: has them all, and CI runs it after these tests.
 FEW = [
-    "peek, then claim", "no lock", "evict the root first", "part counted twice", "leak on a fault in a save",
+    "peek, then claim", "no lock", "lookup that pins", "part counted twice", "leak on a fault in a shutdown",
     "withdraw frees at once",
 ]  # fmt: skip
 
