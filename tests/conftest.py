@@ -32,6 +32,7 @@ def _environment(world: str) -> dict[str, str]:
         "RAY_worker_niceness": "0",  # Ray's 15 would have stores and movers wait for every other process of the machine
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # tomorrow's default; otherwise ray.init warns
         "NIXL_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",  # torch's threads spin while they wait for work, here beside other processes
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
