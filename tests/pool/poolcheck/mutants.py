@@ -200,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
     # Once for all children; nothing of kvstore, which each child imports in its own way.
-    os.environ["HF_HUB_OFFLINE"] = "1"  # Read while transformers is imported.
+    # Read while torch and transformers are imported: threads that wait for work spin, and nothing is to be fetched.
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     integrates = any(test.startswith(_INTEGRATION) for mutant in chosen for test in mutant.tests)
     for name in (*_PRELOADED, *(_TRANSFORMERS if integrates else ())):
         importlib.import_module(name)
