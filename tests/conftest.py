@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 _WORLD = pytest.StashKey[tuple[str, dict[str, str]]]()
+_CLUSTER = pytest.StashKey[Any]()
+#: The modules with tests that share a cluster.
+_SHARING = pytest.StashKey[set[Path]]()
 
 
 def _environment(world: str) -> dict[str, str]:
@@ -25,9 +28,11 @@ def _environment(world: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_prestart_worker_first_driver": "0",  # workers for tasks, of which there are none
         "RAY_worker_niceness": "0",  # Ray's 15 would have stores and movers wait for every other process of the machine
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # tomorrow's default; otherwise ray.init warns
         "NIXL_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",  # torch's threads spin while they wait for work, here beside other processes
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -68,8 +73,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_rank)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """End the shared cluster before a module that does not use it: its processes work all the time, also for nobody."""
+    yield
+    cluster = item.config.stash.get(_CLUSTER, None)
+    if cluster is not None and nextitem is not None and nextitem.path not in item.config.stash[_SHARING]:
+        cluster.stop()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what was imported until now out of collections of garbage: each would look through all of it again."""
+    sharing = {item.path for item in session.items if "ray_cluster" in getattr(item, "fixturenames", ())}
+    session.config.stash[_SHARING] = sharing
     gc.collect()
     gc.freeze()
 
@@ -99,11 +115,11 @@ def repo_root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _two_nodes() -> Iterator[Any]:
+def _two_nodes(pytestconfig: pytest.Config) -> Iterator[Any]:
     # Not at the top: what imports Ray has to come after the environment is set.
     import two_nodes
 
-    cluster = two_nodes.TwoNodes()
+    cluster = pytestconfig.stash[_CLUSTER] = two_nodes.TwoNodes()
     yield cluster
     cluster.stop()
 

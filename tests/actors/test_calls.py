@@ -152,7 +152,7 @@ try:
         try:
             ask()
         except KVStoreError as error:
-            print(type(error).__name__, 0.9 < time.monotonic() - began_s < 1.9, flush=True)
+            print(type(error).__name__, 0.9 < time.monotonic() - began_s < 5.5, flush=True)
 finally:
     os.kill(gcs, signal.SIGCONT)
 try:
@@ -165,7 +165,8 @@ ray.shutdown()
 
 @pytest.mark.ray
 def test_a_cluster_whose_gcs_hangs_times_out(monkeypatch):
-    monkeypatch.setenv("RAY_gcs_server_request_timeout_seconds", "2")
+    # Far from the second that calls of ours get, so that a busy machine is not taken for a call that waits for Ray.
+    monkeypatch.setenv("RAY_gcs_server_request_timeout_seconds", "6")
     done = subprocess.run(
         [sys.executable, "-c", _STOPPED_GCS], capture_output=True, text=True, timeout=100, check=False
     )  # fmt: skip

@@ -1,15 +1,9 @@
-"""The command line against a real Ray of two nodes, and with one of its own."""
+"""The command line against a real Ray of two nodes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import click
 import pytest
@@ -20,7 +14,6 @@ from kvstore import cli
 pytestmark = pytest.mark.ray
 
 NAME = "from-the-cli"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*words: str) -> click.testing.Result:
@@ -76,50 +69,59 @@ class Other:
         return True
 
 
-def test_a_store_whose_supervisor_hangs_is_found_and_shown(ray_cluster, node_ids, stopped):
+@pytest.fixture
+def headless(ray_cluster):
+    """The name of a store, and its supervisor."""
+    import ray
+
+    name = "headless"
+    assert run("start", "--name", name, "--capacity", "8MiB", "--address", ray_cluster.address).exit_code == 0
+    yield name, ray.get_actor(f"raykv/{name}/supervisor", namespace="raykv")
+    run("stop", "--name", name)
+
+
+def check_stop(name, address, node_ids):
+    """Stop a store by the command line: it says what it stops, and leaves nothing."""
+    import ray
+
+    done = run("stop", "--name", name)
+    assert done.exit_code == 0, done.output
+    said = done.stdout.splitlines()
+    assert said[0].startswith(f"stopping store '{name}' of the Ray at {address}, ")
+    assert all(f"raykv/{name}/node/{node_id}" in said[0] for node_id in node_ids)
+    assert said[1:] == [f"store '{name}' of the Ray at {address} stopped"]
+    left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    assert not any(actor.startswith(f"raykv/{name}/") for actor in left)
+
+
+def test_a_store_whose_supervisor_hangs_is_found_shown_and_stopped(ray_cluster, node_ids, stopped, headless):
     import ray
 
     import kvstore
 
-    name = "headless"
-    assert run("start", "--name", name, "--capacity", "8MiB", "--address", ray_cluster.address).exit_code == 0
-    try:
-        handle = ray.get_actor(f"raykv/{name}/supervisor", namespace="raykv")
-        stopped(ray.get(handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30))
-        done = run("status", "--name", name, "--json")
-        assert done.exit_code == 0, done.output
-        said = json.loads(done.stdout)
-        assert sorted(said["nodes"]) == sorted(node_ids)
-        assert not said["without_store"]
-        assert "supervisor" in said["problems"]
-        assert kvstore.connect(name, timeout_s=30).config.capacity_bytes == 8 << 20
-    finally:
-        stopped.resume()
-        run("stop", "--name", name)
+    name, supervisor = headless
+    stopped(ray.get(supervisor.__ray_call__.remote(lambda self: os.getpid()), timeout=30))
+    done = run("status", "--name", name, "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert sorted(said["nodes"]) == sorted(node_ids)
+    assert not said["without_store"]
+    assert "supervisor" in said["problems"]
+    assert kvstore.connect(name, timeout_s=30).config.capacity_bytes == 8 << 20
+    check_stop(name, ray_cluster.address, node_ids)
 
 
-@pytest.mark.parametrize("supervisor", ["hangs", "is gone", "is of another version"])
-def test_a_store_that_its_supervisor_cannot_answer_for_is_stopped(ray_cluster, node_ids, stopped, supervisor):
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["is gone", "is of another version"])
+def test_a_store_that_its_supervisor_cannot_answer_for_is_stopped(ray_cluster, node_ids, headless, is_replaced):
     import ray
 
-    name, path = "headless", "raykv/headless/supervisor"
-    assert run("start", "--name", name, "--capacity", "8MiB", "--address", ray_cluster.address).exit_code == 0
-    handle = ray.get_actor(path, namespace="raykv")
-    if supervisor == "hangs":
-        stopped(ray.get(handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30))
-    else:
-        ray.kill(handle)
-    if supervisor == "is of another version":
+    name, supervisor = headless
+    ray.kill(supervisor)
+    if is_replaced:
+        path = f"raykv/{name}/supervisor"
         other = ray.remote(Other).options(name=path, namespace="raykv", num_cpus=0).remote()
         ray.get(other.ping.remote(), timeout=30)
-    done = run("stop", "--name", name)
-    assert done.exit_code == 0, done.output
-    said = done.stdout.splitlines()
-    assert said[0].startswith(f"stopping store '{name}' of the Ray at {ray_cluster.address}, ")
-    assert all(f"raykv/{name}/node/{node_id}" in said[0] for node_id in node_ids)
-    assert said[1:] == [f"store '{name}' of the Ray at {ray_cluster.address} stopped"]
-    left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    assert not any(actor.startswith(f"raykv/{name}/") for actor in left)
+    check_stop(name, ray_cluster.address, node_ids)
 
 
 def test_an_address_that_does_not_answer_is_a_finding():
@@ -159,49 +161,3 @@ def test_three_percent_of_a_core_is_the_limit_when_idle(monkeypatch, percent, st
     check = diagnose.check_idle(10.0)
     assert check.status.value == status
     assert check.values == {**seen, "total": 3 * percent, "seconds": 10.0}
-
-
-@contextlib.contextmanager
-def local(name):
-    """`kvstore start --local`, in a process group of its own, when it serves; the process and its Ray's address."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "127.0.0.1:1"}
-    code = "from kvstore.cli import main; main()"
-    command = [sys.executable, "-c", code, "start", "--local", "--capacity", "64MiB", "--name", name]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            lines = [process.stdout.readline() for _ in range(2)]
-            address = lines[1].removeprefix("Ray listens at ").split(";")[0]
-            assert lines[0] == f"store {name!r} runs on 1 node(s) of the Ray at {address}, 64 MiB each\n"
-            yield process, address
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_local_serves_until_it_is_told_to_stop():
-    with local("default") as (process, _):
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        # Ray's core may have the last word: that its cluster has gone.
-        assert [line for line in process.stderr.read().splitlines() if "GOAWAY" not in line][-1] == "stopping"
-
-
-def test_local_ends_soon_when_its_whole_group_is_told_to():
-    """As by Ctrl-C in a terminal, or `timeout`: Ray is told, too, and may be gone before the store has been stopped."""
-    with local("group") as (process, _):
-        began_s = time.monotonic()
-        os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(25) == 0
-        assert time.monotonic() - began_s < 20
-        assert "Traceback" not in process.stderr.read()
-
-
-def test_local_ends_when_others_stop_its_store():
-    with local("elsewhere") as (process, address):
-        script = f"import kvstore; kvstore.connect('elsewhere', address={address!r}).destroy()"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-c", script], env=environment, timeout=60, check=True)
-        assert process.wait(30) == 0
-        assert process.stdout.read() == "store 'elsewhere' was stopped by another process; its Ray ends with it\n"

@@ -272,4 +272,4 @@ def test_pools_are_whole_after_all_that(pair, get, eventually):
         get(handle.check_integrity.remote())
         for key in ("num_pinned", "num_writing", "num_quarantined", "num_leases"):
             # Far below the 30 s of a lease: the source hears of the end of each READ.
-            eventually(lambda handle=handle, key=key: get(handle.stats.remote())["pool"][key] == 0, 3)
+            eventually(lambda handle=handle, key=key: get(handle.stats.remote())["pool"][key] == 0, 15)

@@ -100,6 +100,7 @@ def head():
         command = [
             *[str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1"],
             *[f"--port={port}", "--include-dashboard=false", "--num-cpus=2", "--object-store-memory=83886080"],
+            *["--no-monitor", "--include-log-monitor=false"],
             *[f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"],
             *["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"],
         ]
@@ -124,13 +125,13 @@ def head():
                 process.wait(10)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def theirs(head):
-    """The epoch of a store of others in that Ray, and a way to ask for it again."""
-    script = """
-        store = kvstore.start("16MiB", name="theirs", address=sys.argv[1] if len(sys.argv) > 1 else "ADDRESS")
+    """A store of others in that Ray, which all tests must leave as it is: says whether it still has its first epoch."""
+    script = f"""
+        store = kvstore.start("16MiB", name="theirs", address={head.address!r})
         say(epoch=[node["epoch"] for node in store.stats()["nodes"].values()])
-    """.replace("ADDRESS", head.address)
+    """
     (said,) = head.run(script)
     assert len(said["epoch"]) == 1
     yield lambda: head.run(script)[0]["epoch"] == said["epoch"]
@@ -224,32 +225,47 @@ def test_two_stores_of_one_process_do_not_end_each_other(world):
             say(one=tried(one.stats), two=tried(two.stats))
             one.stop()
             say(one=tried(one.stats), two=tried(two.stats), logged=logged[-1])
-        say(two=tried(two.stats))
-        with kvstore.start("16MiB", name="three") as three:
             child = os.fork()
             if not child:
-                print(json.dumps({"fork": [tried(three.stats), tried(three.stop), tried(three.close)]}), flush=True)
+                print(json.dumps({"fork": [tried(two.stats), tried(two.stop), tried(two.close)]}), flush=True)
                 os._exit(0)
             os.waitpid(child, 0)
-            say(three=tried(three.stats))
+            say(two=tried(two.stats))
+        say(two=tried(two.stats))
     """)
     assert (said[0]["one"], said[0]["two"]) == (None, None)
     assert (said[1]["one"], said[1]["two"]) == ("StoreNotRunning", None)
     assert "two" in said[1]["logged"][1]
-    assert said[2] == {"two": "StoreNotRunning", "ray": None}
-    assert said[3] == {"fork": ["StoreNotRunning", None, None]}
-    assert said[4]["three"] is None
+    assert said[2] == {"fork": ["StoreNotRunning", None, None]}
+    assert said[3]["two"] is None
+    assert said[4] == {"two": "StoreNotRunning", "ray": None}
 
 
-def test_a_store_that_nobody_stopped_ends_with_its_process_and_leaves_nothing(world):
-    (said,) = world.run("""
-        store = kvstore.start("16MiB")
-        paths = [ray.get(kvstore.node_store().control_path.remote(), timeout=30)]
-        say(paths=paths, logged=logged, there=all(map(os.path.exists, paths)))
-    """)
-    assert said["there"]
-    assert not any(map(os.path.exists, said["paths"]))
-    assert "a Ray of this process alone" in said["logged"][0][1]
+@pytest.fixture(scope="module")
+def unstopped():
+    """What a script said that started a store in a Ray of its own, in a home without a token, and did not stop it."""
+    with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        (said,) = World(folder).run(
+            """
+            store = kvstore.start("16MiB")
+            paths = [ray.get(kvstore.node_store().control_path.remote(), timeout=30)]
+            token = os.path.expanduser("~/.ray/auth_token")
+            say(paths=paths, logged=logged, there=all(map(os.path.exists, paths)),
+                mode=oct(os.stat(token).st_mode & 0o777), in_folder=os.listdir(os.path.dirname(token)))
+        """,
+            HOME=f"{folder}/fresh", RAY_AUTH_MODE=None,
+        )  # fmt: skip
+        yield said
+
+
+def test_a_store_that_nobody_stopped_ends_with_its_process_and_leaves_nothing(unstopped):
+    assert unstopped["there"]
+    assert not any(map(os.path.exists, unstopped["paths"]))
+    assert "a Ray of this process alone" in unstopped["logged"][0][1]
+
+
+def test_a_token_of_a_new_ray_is_for_its_owner_only(unstopped):
+    assert (unstopped["mode"], unstopped["in_folder"]) == ("0o600", ["auth_token"])
 
 
 def test_a_stop_after_the_head_died_ends_in_bounded_time(world):
@@ -322,18 +338,6 @@ def test_a_recorded_ray_that_does_not_answer_is_said_and_not_replaced_in_silence
         assert "address='local'" in text
         assert "ray_current_cluster" in text
     assert said["ray"] is None
-
-
-def test_a_token_of_a_new_ray_is_for_its_owner_only(world):
-    (said,) = world.run(
-        """
-        with kvstore.start("16MiB"):
-            path = os.path.expanduser("~/.ray/auth_token")
-            say(mode=oct(os.stat(path).st_mode & 0o777), in_folder=os.listdir(os.path.dirname(path)))
-    """,
-        HOME=f"{world.folder}/fresh", RAY_AUTH_MODE=None,
-    )  # fmt: skip
-    assert (said["mode"], said["in_folder"]) == ("0o600", ["auth_token"])
 
 
 def test_a_home_that_takes_no_token_is_a_typed_error(world):

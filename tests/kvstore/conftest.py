@@ -36,8 +36,8 @@ settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
 
-def wait_until(condition, timeout_s: float = 5.0):
-    """Wait for a condition and return what it said."""
+def wait_until(condition, timeout_s: float = 20.0):
+    """Wait for a condition and return what it said; the limit is one that a busy machine keeps, too."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         found = condition()

@@ -1,4 +1,4 @@
-"""The checks catch what they are there for: mutants by the dozen; and what is no mutant is not counted as one."""
+"""The checks catch what they are there for: a few mutants here, all in `make mutants`; what is none does not count."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from poolcheck.mutations import MUTANTS
 from poolcheck.patch import DoesNotApply, Patch, check
 
 ROOT = Path(__file__).parents[2]
-#: Not the few that need a cluster in one process or take seconds; `make mutants` has them all.
-FAST = [mutant.name for mutant in MUTANTS if all("test_explorer" in test for test in mutant.tests)]
+#: One for each kind of check: schedules, a preemption at any line, a model, rules, faults, hand-offs. `make mutants`
+#: has them all, and CI runs it after these tests.
+FEW = [
+    "peek, then claim", "no lock", "lookup that pins", "part counted twice", "leak on a fault in a shutdown",
+    "withdraw frees at once",
+]  # fmt: skip
 
 
 def run(*arguments):
@@ -25,11 +29,10 @@ def run(*arguments):
     return done.returncode, json.loads(done.stdout)
 
 
-def test_the_fast_mutants_are_caught():
-    assert len(FAST) >= 14
-    code, report = run(*FAST)
+def test_a_few_mutants_are_caught():
+    code, report = run(*FEW)
     assert [(row["name"], row["error"]) for row in report["mutants"] if row["error"] or not row["caught_by"]] == []
-    assert (code, report["num_caught"]) == (0, len(FAST))
+    assert (code, report["num_caught"]) == (0, len(FEW))
 
 
 def test_every_mutant_applies_to_the_code_as_it_is():

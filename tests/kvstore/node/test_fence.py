@@ -118,7 +118,7 @@ def test_a_mover_whose_read_stays_open_too_long_is_killed_and_replaced(cluster, 
 def test_at_the_cap_the_mover_is_killed_at_once(cluster, stuck, wait_until):
     core, mover, _, two, hashes = stuck(max_quarantined_fraction=0.02, max_quarantine_s=100.0)
     assert two.load(hashes, range(4)).failed[0].reason is MissReason.TIMEOUT
-    assert mover.gone.wait(2)
+    assert mover.gone.wait(20)
     assert mover.process.wait(5) == -9
     wait_until(lambda: core.pool.stats().num_quarantined == 0)
     cluster.start_mover("b")

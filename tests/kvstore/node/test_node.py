@@ -704,8 +704,8 @@ def test_an_expired_lease_behind_a_renewed_one_expires(cluster, wait_until):
     one = cluster.worker("a")
     hashes = cluster.hashes(3)
     one.save(hashes, range(3))
-    renewed = one.client.lease(hashes[:1], 0.3)
-    short = one.client.lease(hashes, 0.4)
+    renewed = one.client.lease(hashes[:1], 1.0)
+    short = one.client.lease(hashes, 1.1)
     assert renewed.renew(20.0)
     wait_until(lambda: pool(cluster, "a").num_leases == 1)
     assert pool(cluster, "a").num_pinned == 1

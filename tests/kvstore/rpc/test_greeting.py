@@ -67,7 +67,7 @@ def num_open() -> int:
 
 def settles(condition) -> bool:
     """What the other side's thread has closed may be open for another moment."""
-    return any(condition() or threading.Event().wait(0.01) for _ in range(300))
+    return any(condition() or threading.Event().wait(0.01) for _ in range(2000))
 
 
 @pytest.mark.parametrize(

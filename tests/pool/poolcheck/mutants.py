@@ -32,6 +32,10 @@ from poolcheck.patch import DoesNotApply, check, install
 _ROOT = Path(__file__).parents[3]
 #: For the tests of one mutant, and for those of all of them on the code as it is.
 _TIMEOUT_S, _WHOLE_TIMEOUT_S = 120.0, 600.0
+#: What the tests of most mutants import, and what those of the integration with transformers do besides.
+_PRELOADED = ("hypothesis.stateful", "llvmlite.binding", "msgspec", "numpy", "pytest", "pytest_timeout", "torch")
+_INTEGRATION = "tests/integrations/transformers"
+_TRANSFORMERS = ("transformers.generation.utils", "transformers.models.auto.modeling_auto")
 #: What a mutant that is broken Python raises; that some test fails then says nothing.
 _BROKEN = (NameError, ImportError, SyntaxError, MemoryError)
 
@@ -196,7 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
     # Once for all children; nothing of kvstore, which each child imports in its own way.
-    for name in ("hypothesis.stateful", "numpy", "pytest", "pytest_timeout", "torch"):
+    # Read while torch and transformers are imported: threads that wait for work spin, and nothing is to be fetched.
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    integrates = any(test.startswith(_INTEGRATION) for mutant in chosen for test in mutant.tests)
+    for name in (*_PRELOADED, *(_TRANSFORMERS if integrates else ())):
         importlib.import_module(name)
     assert not [name for name in sys.modules if name.partition(".")[0] == "kvstore"], "kvstore is imported already"
     gc.freeze()  # Else each child would look through all of that, too, and copy it.
