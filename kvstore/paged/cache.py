@@ -135,7 +135,8 @@ class PagedPrefixCache:
         tree.lock(node)
         for group in tree.windows:
             first = self.groups[group].first_page(node.end_page * self.page_size, self.page_size)
-            tree.lock_window(node, group, first, np.ones(node.end_page - first, np.bool_), 1)
+            # Of what it keeps, a match needs a token less than `first_page` says: that one's page may be gone.
+            tree.lock_window(node, group, first, tables[group][first:] >= 0, 1)
         sequences = tuple(
             SequencePages(allocator, table) for allocator, table in zip(self.allocators, tables, strict=True)
         )

@@ -43,10 +43,14 @@ class PageGroup:
             check_num_pages(self.num_pages)
 
     def first_page(self, num_tokens: int, page_size: int) -> int:
-        """Return the first page that a request with `num_tokens` tokens keeps."""
+        """Return the first page that a request with `num_tokens` tokens keeps.
+
+        It has what the last token sees, not only what the next one does: if KV came whole from elsewhere, the last
+        token is computed again for its logits.
+        """
         if self.window_tokens is None:
             return 0
-        return int(_first_pages(np.int64(num_tokens), self, page_size))
+        return int(_first_pages(np.int64(num_tokens), self, page_size, self.window_tokens))
 
 
 def longest_usable(is_present: npt.NDArray[np.bool_], group: PageGroup, page_size: int) -> npt.NDArray[np.bool_]:
@@ -64,15 +68,15 @@ def longest_usable(is_present: npt.NDArray[np.bool_], group: PageGroup, page_siz
     missing = np.full(len(ends), -1, np.int64)  # The last missing page before each end.
     missing[1:] = np.where(is_present, -1, ends[:-1])
     np.maximum.accumulate(missing, out=missing)
-    first = _first_pages(ends * page_size, group, page_size)
+    assert group.window_tokens is not None
+    first = _first_pages(ends * page_size, group, page_size, group.window_tokens - 1)
     usable: npt.NDArray[np.bool_] = first > missing
     return usable
 
 
-def _first_pages(num_tokens: Any, group: PageGroup, page_size: int) -> Any:
-    """Return the first page that is kept with each number of tokens."""
-    assert group.window_tokens is not None
+def _first_pages(num_tokens: Any, group: PageGroup, page_size: int, num_seen: int) -> Any:
+    """Return the page where the last `num_seen` tokens begin, of each number of tokens."""
     # A match ends at a page, a load or a hand-off at a stored block: windows begin as the last such end needs it.
     unit, align = math.lcm(page_size, group.align_tokens), group.align_tokens
-    first = np.maximum(0, num_tokens // unit * unit - group.window_tokens + 1)
+    first = np.maximum(0, num_tokens // unit * unit - num_seen)
     return first // align * align // page_size

@@ -119,6 +119,8 @@ class PagedRequest:
         most = self._sequences[0].num_step_tokens
         if check_count("complete_step", "num_accepted", num_accepted, most) not in (0, most) and self._is_step_whole:
             raise InvalidRequest(f"complete_step: wanted 0 or all {most} tokens of this step, got {num_accepted}")
+        if num_accepted and self._is_step_whole:
+            self._drop_unfilled(num_accepted)
         for sequence in self._sequences:
             sequence.complete_step(num_accepted)
 
@@ -283,6 +285,16 @@ class PagedRequest:
             node = tree.append(node, data, pages)
         self._node = node
         return end - start
+
+    def _drop_unfilled(self, num_step_tokens: int) -> None:
+        """Give up a page whose first tokens were there and whose others lie before the windows of a step."""
+        page_size = self._tree.page_size
+        page, num_filled = divmod(self.num_tokens, page_size)
+        for group in self._tree.windows:
+            first = self._tree.groups[group].first_page(self.num_tokens + num_step_tokens, page_size)
+            # The others' slots are not written by anybody, so as a whole page it must not be found.
+            if num_filled and page < first:
+                self._sequences[group].drop(page, page + 1)
 
     def _unlock_window(self, group: int, start: int, stop: int) -> None:
         stop = min(stop, self._node.end_page)

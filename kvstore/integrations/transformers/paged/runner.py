@@ -67,7 +67,8 @@ class PagedRunner:
             [num_logits, vocab], on the device of the model.
 
         Raises:
-            InvalidRequest: a number does not fit; nothing was computed.
+            InvalidRequest: a number does not fit, or a token sees others whose pages were given up; nothing was
+                computed.
         """
         num_tokens, size = len(tokens), self.step_tokens
         if not 0 <= num_known <= num_tokens or not 1 <= num_logits <= num_tokens:
@@ -77,12 +78,23 @@ class PagedRunner:
             )
         places = [self._places(request, group, num_tokens) for group in range(len(self._cache.layer_groups))]
         first_logit, parts = num_tokens - num_logits, []
+        self._check_windows(places, min(num_known, first_logit))
         with torch.no_grad():
             for start in range(min(num_known, first_logit) // size * size, num_tokens, size):
                 stop = min(start + size, num_tokens)
                 logits = self._step(tokens, start, stop, max(start, min(num_known, stop)), places, stop > first_logit)
                 parts.append(logits[max(0, first_logit - start) : stop - start])
         return torch.cat(parts)
+
+    def _check_windows(self, places: list[_Places], first_used: int) -> None:
+        """Refuse tokens that see others which have no page any more: those would be read as zeros."""
+        for group, place in zip(self._cache.layer_groups, places, strict=True):
+            needed = 0 if group.window_tokens is None else max(0, first_used - group.window_tokens + 1)
+            if place.first_present > needed:
+                raise InvalidRequest(
+                    f"run: wanted pages from token {needed} on, which token {first_used} sees, got a request whose "
+                    f"windows begin at {place.first_present}; ask for fewer logits, or trim windows later"
+                )
 
     def _step(
         self, tokens: Sequence[int], start: int, stop: int, known: int, places: list[_Places], needs_logits: bool

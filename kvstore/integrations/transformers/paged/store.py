@@ -166,12 +166,18 @@ class PagedStore:
 
         Returns:
             A job for each group that has blocks. `wait_saved` waits for them.
+
+        Raises:
+            StoreUnavailable, KVStoreError: as for `Client.save`; no job runs on.
         """
-        jobs = []
-        for group, chain in enumerate(self._chains(tokens[:num_computed_tokens])):
-            run = self._run(request, group, 0, len(chain) * self.block_size)
-            if run.first < run.stop:
-                jobs.append(self._clients[group].save(chain[run.first : run.stop], run.pages))
+        with contextlib.ExitStack() as undo:
+            jobs = []
+            for group, chain in enumerate(self._chains(tokens[:num_computed_tokens])):
+                run = self._run(request, group, 0, len(chain) * self.block_size)
+                if run.first < run.stop:
+                    jobs.append(self._clients[group].save(chain[run.first : run.stop], run.pages))
+                    undo.callback(_end, jobs[-1])
+            undo.pop_all()
         return tuple(jobs)
 
     def publish(self, request: PagedRequest, num_computed_tokens: int) -> PagedTicket | None:
@@ -298,14 +304,19 @@ class PagedStore:
 def wait_saved(jobs: Sequence[Job[SaveResult]]) -> Iterator[SaveResult | None]:
     """Wait for jobs of `PagedStore.save`; yields their results, None where earlier blocks of the chain are gone.
 
+    However it ends, no job reads pages any more: so a request may be released after an error, too.
+
     Raises:
-        KVStoreError: a job failed; the others run on.
+        KVStoreError: a job failed; the others were ended.
     """
-    for job in jobs:
-        try:
-            yield job.result(None)
-        except ChainBroken:  # They were evicted meanwhile; a later request saves them again.
-            yield None
+    with contextlib.ExitStack() as undo:
+        for job in jobs:
+            undo.callback(_end, job)
+        for job in jobs:
+            try:
+                yield job.result(None)
+            except ChainBroken:  # They were evicted meanwhile; a later request saves them again.
+                yield None
 
 
 def _end(job: Job[Any]) -> None:

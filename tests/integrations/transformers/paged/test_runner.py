@@ -109,6 +109,17 @@ def test_a_request_has_slots_for_what_is_computed(small):
     request.release()
 
 
+def test_tokens_that_see_pages_which_were_given_up_are_refused(small, plain_logits, same):
+    engine = small("window")
+    request = engine.index.acquire(PROMPT)
+    engine.prefill(request, PROMPT)  # Trimmed at the end.
+    for known, num_logits in ((100, 60), (40, 1)):
+        with pytest.raises(InvalidRequest, match="windows"):
+            engine.runner.run(request, PROMPT, known, num_logits)
+    assert same(engine.runner.run(request, PROMPT, 100)[0], plain_logits(engine.model, PROMPT))
+    request.release()
+
+
 @pytest.mark.parametrize("step_tokens", [0, -1, 1.5, 5000])
 def test_steps_of_no_size_are_refused(small, step_tokens):
     from kvstore.integrations.transformers.paged import PagedRunner

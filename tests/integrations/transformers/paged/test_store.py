@@ -12,8 +12,23 @@ from kvstore.client.client import Client
 from kvstore.errors import InvalidRequest, KVStoreError, PoolExhausted
 from kvstore.integrations.transformers.paged import PagedStore
 from kvstore.integrations.transformers.paged.store import wait_saved
+from tests.integrations.transformers.paged.conftest import Small
 
 PROMPT = [random.Random(4).randrange(211) for _ in range(150)]
+
+
+def _model_of_window(window_tokens):
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.MistralConfig(
+        vocab_size=211, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, sliding_window=window_tokens,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config).eval()
+
+
 KINDS = pytest.mark.parametrize("kind", ["full", "window", "both"])
 
 
@@ -49,6 +64,97 @@ def test_a_load_goes_on_behind_the_engine_s_own_pages(small, store, plain_logits
     brought, logits = answer(reader, PROMPT, lambda request: reader.store.load(request, PROMPT))
     assert brought.num_tokens == 144 - 64
     assert same(logits, plain_logits(reader.model, PROMPT))
+
+
+@pytest.mark.parametrize("kind", ["window", "both"])
+@pytest.mark.parametrize("way", ["load", "fetch"])
+def test_a_page_that_was_copied_in_part_and_lies_before_the_window_is_not_found_by_others(
+    small, store, plain_logits, same, kind, way
+):
+    writer, reader = small(kind, store), small(kind, store)
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    ticket = writer.store.publish(request, len(PROMPT))
+    request.release()
+    writer.forget()
+    writer.fill(PROMPT)
+    reader.fill([*PROMPT[:20], *[1] * 20], saves=False)
+    request = reader.index.acquire(PROMPT)
+    reader.cache.copy(request.prepare_copy())
+    assert request.complete_copy() == 4
+    brought = reader.store.load(request, PROMPT) if way == "load" else reader.store.fetch(request, ticket)
+    assert brought.num_tokens == 144 - 20
+    request.insert(PROMPT, request.num_tokens)
+    assert same(reader.prefill(request, PROMPT), plain_logits(reader.model, PROMPT))
+    request.release()
+    other = [*PROMPT[:32], 9, 8, 7]
+    _, logits = answer(reader, other, lambda request: None)
+    assert same(logits, plain_logits(reader.model, other))
+
+
+@pytest.mark.parametrize("way", ["load", "fetch"])
+def test_a_prompt_that_came_whole_has_the_window_of_its_last_token(stores, plain_logits, same, way):
+    engines, prompt = [], PROMPT[:144]
+    for _ in range(2):
+        engines.append(Small(_model_of_window(17), stores["a"]))
+    writer, reader = engines
+    request = writer.index.acquire(prompt)
+    request.extend(len(prompt))
+    writer.runner.run(request, prompt, 0)
+    for job in writer.store.save(request, prompt, len(prompt)):
+        job.result(10)
+    ticket = writer.store.publish(request, len(prompt))
+    request.release()
+    bring = reader.store.load if way == "load" else lambda held, _: reader.store.fetch(held, ticket)
+    brought, logits = answer(reader, prompt, lambda held: bring(held, prompt))
+    assert brought.num_tokens == len(prompt)
+    assert same(logits, plain_logits(reader.model, prompt))
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, InvalidRequest])
+def test_a_save_that_cannot_be_begun_for_all_groups_leaves_no_job(small, store, monkeypatch, ending):
+    writer, save, jobs = small("both", store), Client.save, []
+
+    def refuse(client, *args):
+        if client.space == writer.store.spaces[1]:
+            raise ending
+        jobs.append(save(client, *args))
+        return jobs[-1]
+
+    monkeypatch.setattr(Client, "save", refuse)
+    request = writer.index.acquire(PROMPT)
+    request.extend(len(PROMPT))
+    writer.runner.run(request, PROMPT, 0)
+    with pytest.raises(ending):
+        writer.store.save(request, PROMPT, len(PROMPT))
+    request.release()
+    assert [job.done() or job.abandon(0.0) for job in jobs] == [True]
+
+
+def test_a_wait_for_saves_that_ends_early_ends_all_jobs():
+    ended = []
+
+    class Failed:
+        def result(self, _):
+            raise KVStoreError("no")
+
+        def done(self):
+            return True
+
+    class Running:
+        def done(self):
+            return False
+
+        def abandon(self):
+            ended.append(self)
+            return True
+
+    running = Running()
+    with pytest.raises(KVStoreError):
+        list(wait_saved((Failed(), running)))
+    assert ended == [running]
 
 
 def test_layers_with_a_window_load_their_window_only(small, store):
