@@ -112,8 +112,9 @@ class Engine:
             num_pages=options.num_pages or 4096 // page_size,
             num_window_pages=windows and -(-windows // page_size),
             align_tokens=options.block_size,
+            step_tokens=options.step_tokens,
         )
-        self.runner = PagedRunner(self.model, self.cache, options.step_tokens)
+        self.runner = PagedRunner(self.model, self.cache)
         self.revision = digest_of(self.model)
         self.store = None
         if store is not None:
@@ -171,7 +172,7 @@ class Engine:
                 answer.num_copied_tokens = request.complete_copy()
             answer.num_engine_tokens = request.num_tokens
             if ticket is not None and self.store is not None:
-                answer.brought = self.store.fetch(request, ticket)
+                answer.brought = self.store.fetch(request, prompt, ticket)
             elif self.store is not None and not is_handoff:
                 answer.brought = self.store.load(request, prompt)
             request.insert(prompt, min(request.num_tokens, len(prompt)))
@@ -217,14 +218,11 @@ class Engine:
             tokens = prompt + answer.tokens
             drafts = draft(tokens, min(self.options.num_draft_tokens, num_tokens - len(answer.tokens) - 1))
             request.prepare_step(1 + len(drafts))
-            num_accepted = 0
-            try:
-                logits = self.runner.run(request, tokens + drafts, len(tokens) - 1, 1 + len(drafts))
-                chosen = logits.argmax(-1).tolist()
-                while num_accepted < len(drafts) and drafts[num_accepted] == chosen[num_accepted]:
-                    num_accepted += 1
-            finally:
-                request.complete_step(1 + num_accepted)
+            logits = self.runner.run(request, tokens + drafts, len(tokens) - 1, 1 + len(drafts))
+            chosen, num_accepted = logits.argmax(-1).tolist(), 0
+            while num_accepted < len(drafts) and drafts[num_accepted] == chosen[num_accepted]:
+                num_accepted += 1
+            request.complete_step(1 + num_accepted)
             parts.append(logits[: 1 + num_accepted])
             answer.tokens += chosen[: 1 + num_accepted]
             answer.num_drafted += len(drafts)
@@ -247,7 +245,8 @@ class Engine:
         """Whether the KV of the prompt that is in pages has the bits of the reference, as far as that has it."""
         for group, (layers, tensors) in enumerate(zip(self.cache.layer_groups, self.cache.tensors, strict=True)):
             slots = torch.from_numpy(request.slots(0, num_tokens, group)).to(self.cache.device)
-            num_missing = int((slots < 0).sum())  # Before the window.
+            missing = (slots < 0).nonzero()  # Before the window.
+            num_missing = int(missing[-1]) + 1 if len(missing) else 0
             for index, tensor in zip(layers.layers, tensors, strict=True):
                 for plane, computed in enumerate(reference.layers[index]):
                     begin = reference.num_tokens - computed.shape[2]
@@ -288,7 +287,9 @@ class PrefillWorker(Engine):
         store, tickets = self.store, list[PagedTicket | None]()
         if store is None or len(prompt) < self.options.block_size:
             return None
-        self.serve(prompt, 0, is_handoff=True, finish=lambda held: tickets.append(store.publish(held, len(prompt))))
+        self.serve(
+            prompt, 0, is_handoff=True, finish=lambda held: tickets.append(store.publish(held, prompt, len(prompt)))
+        )
         return tickets[0]
 
     def withdraw(self, ticket: PagedTicket) -> None:

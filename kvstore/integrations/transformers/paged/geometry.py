@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import UnsupportedModel
-from kvstore.integrations.transformers.identity import check_supported
+from kvstore.integrations.transformers.identity import check_mode, check_supported
 
-SUPPORTED = "supported are decoder-only models of layers with full attention or with a sliding window"
+SUPPORTED = "supported are dense decoder-only models of layers with full attention or with a sliding window"
+
+_EXPERTS = re.compile(r"moe|expert", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +53,18 @@ def read_groups(model: Any) -> tuple[tuple[LayerGroup, ...], torch.device]:
 
     Raises:
         UnsupportedModel: a layer keeps something else than K and V of full or sliding attention, layers of one kind
-            differ in shape, or KV depends on later tokens.
+            differ in shape, KV depends on later tokens, or the model has experts.
+        InvalidRequest: the model is in training mode, or autocast is on.
     """
     check_supported(model)
+    check_mode(model)
+    for name, module in model.named_modules():
+        if _EXPERTS.search(type(module).__name__):
+            raise UnsupportedModel(
+                f"wanted a dense model, got {name}, a {type(module).__name__}, in {type(model).__name__}: how many "
+                "rows an expert gets depends on the other rows of a step, so bits of KV would depend on padding; "
+                f"{SUPPORTED}"
+            )
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.no_grad():

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvstore.bounds import check_count
 from kvstore.errors import ConfigError
 from kvstore.integrations.transformers.paged.geometry import read_groups
 from kvstore.kernels.reference import torch_dtype
 from kvstore.paged.cache import PagedPrefixCache
 from kvstore.paged.copying import PageCopy
 from kvstore.paged.groups import PageGroup
+
+_MAX_STEP_TOKENS = 4096
 
 
 class PagedKVCache:
@@ -26,9 +29,12 @@ class PagedKVCache:
         num_window_pages: pages of the layers of each window; None for `num_pages`. A request needs those of its window
             and of the tokens that are computed at once.
         align_tokens: tokens of a stored block; a window then begins at a block. A multiple or a divisor of page_size.
+        step_tokens: rows of each step of the model (see `PagedRunner`). More make a prompt faster, and a single token
+            slower. KV of steps of another size differs in rounding, and is not shared.
 
     Raises:
         UnsupportedModel: the KV of the model has no pages; the message says what is supported.
+        InvalidRequest: the model is in training mode, autocast is on, or step_tokens is out of range.
         ConfigError: a size is out of range, or align_tokens does not fit.
     """
 
@@ -40,7 +46,9 @@ class PagedKVCache:
         num_pages: int = 256,
         num_window_pages: int | None = None,
         align_tokens: int = 1,
+        step_tokens: int = 16,
     ) -> None:
+        self.step_tokens = check_count("step_tokens", step_tokens, 1, _MAX_STEP_TOKENS)
         self.layer_groups, self.device = read_groups(model)
         windows = [group.window_tokens for group in self.layer_groups]
         page_groups = [
@@ -57,7 +65,6 @@ class PagedKVCache:
             )
         self.tensors: tuple[tuple[Tensor, ...], ...] = tuple(
             tuple(
-                # Zeros, not memory as it was: a padded row may read a slot that nothing was written to.
                 torch.zeros(
                     (2, allocator.num_pages, page_size, group.num_kv_heads, group.head_dim),
                     dtype=torch_dtype(group.dtype),

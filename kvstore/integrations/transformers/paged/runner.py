@@ -10,15 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore.bounds import check_count
 from kvstore.errors import InvalidRequest
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.integrations.transformers.paged.step import GroupStep, PagedLayer, step_cache
 from kvstore.kernels.index import make_batch, pages_to_slots
 from kvstore.kernels.launch import Launch
 from kvstore.paged.request import PagedRequest
-
-_MAX_STEP_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +35,18 @@ class PagedRunner:
     """Run a model over the pages of requests.
 
     Floating-point sums depend on their order, and a matrix product over 800 rows adds in another order than one over
-    16. So every step has exactly `step_tokens` rows, and begins at a multiple of that: rows before the new tokens are
-    computed again, and are not written; rows behind them are padding. Then the KV of a token depends on nothing but the
-    tokens up to it: not on how much of them was in a cache, where a page ended, or whether it was a prompt, a draft or
-    an answer. torch must use one thread, or be deterministic.
+    16. So every step has exactly `cache.step_tokens` rows, and begins at a multiple of that: rows before the new tokens
+    are computed again, and are not written; rows behind them are padding. Then the KV of a token depends on nothing but
+    the tokens up to it: not on how much of them was in a cache, where a page ended, or whether it was a prompt, a draft
+    or an answer. torch must use one thread, or be deterministic.
 
     Args:
         model: the model of the cache, in eval mode.
         cache: its pages.
-        step_tokens: rows of a step. More make a prompt faster, and a single token slower.
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache, step_tokens: int = 16) -> None:
+    def __init__(self, model: Any, cache: PagedKVCache) -> None:
         self._model, self._cache = model, cache
-        self.step_tokens = check_count("step_tokens", step_tokens, 1, _MAX_STEP_TOKENS)
         self._run_index = _index_runner(cache.device)
 
     def run(self, request: PagedRequest, tokens: Sequence[int], num_known: int, num_logits: int = 1) -> Tensor:
@@ -70,7 +65,7 @@ class PagedRunner:
             InvalidRequest: a number does not fit, or a token sees others whose pages were given up; nothing was
                 computed.
         """
-        num_tokens, size = len(tokens), self.step_tokens
+        num_tokens, size = len(tokens), self._cache.step_tokens
         if not 0 <= num_known <= num_tokens or not 1 <= num_logits <= num_tokens:
             raise InvalidRequest(
                 f"run: wanted num_known in [0, {num_tokens}] and num_logits in [1, {num_tokens}], got {num_known} and "
@@ -100,7 +95,7 @@ class PagedRunner:
         self, tokens: Sequence[int], start: int, stop: int, known: int, places: list[_Places], needs_logits: bool
     ) -> Tensor:
         """Run the model on the rows of one step; returns their logits, or those of the last row alone."""
-        rows = [*tokens[start:stop], *[0] * (start + self.step_tokens - stop)]
+        rows = [*tokens[start:stop], *[0] * (start + self._cache.step_tokens - stop)]
         layers: dict[int, PagedLayer] = {}
         for group, tensors, place in zip(self._cache.layer_groups, self._cache.tensors, places, strict=True):
             window = group.window_tokens

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.client import Client
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult, SaveResult
-from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
+from kvstore.errors import ChainBroken, InvalidRequest, NamespaceMismatch, PoolExhausted
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.paged.request import PagedRequest
 
@@ -40,11 +40,13 @@ class PagedTicket:
 
     Args:
         num_tokens: how many tokens; whole blocks.
+        last_hash: of the last of these blocks, which no other tokens have.
         first_tokens: for each group the first token that is handed off.
         tickets: for each group.
     """
 
     num_tokens: int
+    last_hash: bytes
     first_tokens: tuple[int, ...]
     tickets: tuple[HandoffTicket, ...]
 
@@ -62,8 +64,9 @@ class _Run:
 class PagedStore:
     """Connect a paged KV cache to the store of this node.
 
-    Layers with a window have a namespace and a client of their own, because of them only the window is read. Calls must
-    come from the thread of the cache. After `close` the pages stay as they are.
+    Layers with a window have a namespace and a client of their own, because of them only the window is read. Caches on
+    another kind of device, or with steps of another size, share nothing: their KV differs in rounding. Calls must come
+    from the thread of the cache. After `close` the pages stay as they are.
 
     Args:
         store: as `kvstore.start` or `kvstore.connect` returns it.
@@ -90,8 +93,9 @@ class PagedStore:
         self._cache, self.block_size = cache, block_size
         self.spaces = tuple(
             Namespace(
-                model=model if group.window_tokens is None else f"{model}, layers with a window",
-                revision=revision,
+                model=model,
+                # All that decides the bits of KV besides the weights.
+                revision=f"{revision}; {group.window_tokens} seen, {cache.step_tokens} a step, {cache.device.type}",
                 shape=group.shape(block_size),
                 salt=salt,
             )
@@ -180,11 +184,12 @@ class PagedStore:
             undo.pop_all()
         return tuple(jobs)
 
-    def publish(self, request: PagedRequest, num_computed_tokens: int) -> PagedTicket | None:
+    def publish(self, request: PagedRequest, tokens: Sequence[int], num_computed_tokens: int) -> PagedTicket | None:
         """Keep a copy of a request's whole blocks for one fetch by another worker; see `Client.publish`.
 
         Args:
             request: its pages may be reused when this returns.
+            tokens: of the request, from its first one on.
             num_computed_tokens: tokens whose KV is in place.
 
         Returns:
@@ -196,6 +201,7 @@ class PagedStore:
         num_tokens = num_computed_tokens // self.block_size * self.block_size
         if not num_tokens:
             return None
+        last_hash = self._last_hash(tokens, num_tokens)
         first_tokens, tickets = [], list[HandoffTicket]()
         try:
             for group, client in enumerate(self._clients):
@@ -207,18 +213,24 @@ class PagedStore:
             for client, ticket in zip(self._clients, tickets, strict=False):
                 client.withdraw(ticket)
             raise
-        return PagedTicket(num_tokens=num_tokens, first_tokens=tuple(first_tokens), tickets=tuple(tickets))
+        return PagedTicket(
+            num_tokens=num_tokens,
+            last_hash=last_hash,
+            first_tokens=tuple(first_tokens),
+            tickets=tuple(tickets),
+        )
 
-    def fetch(self, request: PagedRequest, ticket: PagedTicket) -> BroughtTokens:
+    def fetch(self, request: PagedRequest, tokens: Sequence[int], ticket: PagedTicket) -> BroughtTokens:
         """Bring handed-off tokens behind what the request has: all of them, or none.
 
         Args:
             request: right after `acquire`, or after a copy. It gets slots for what is brought.
+            tokens: of the prompt; they begin with those of the ticket.
             ticket: of `publish` of a worker with the same model, block size and salt.
 
         Raises:
-            InvalidRequest: the ticket is of other groups, or its windows do not begin at a page here; nothing was
-                changed.
+            InvalidRequest: the ticket is of other tokens or groups, or its windows do not begin at a page here; nothing
+                was changed.
             NamespaceMismatch, KVStoreError: as for `Client.fetch`; the request was not changed.
         """
         size = self._cache.page_size
@@ -229,6 +241,10 @@ class PagedStore:
                 "both sides for models with windows"
             )
         before, target = request.num_tokens, ticket.num_tokens
+        if ticket.tickets[0].namespace != self.spaces[0].digest:
+            raise NamespaceMismatch("fetch: wanted a ticket of this model, revision and salt, got one of others")
+        if ticket.last_hash != self._last_hash(tokens, target):
+            raise InvalidRequest(f"fetch: wanted a ticket of this prompt, got one of {target} other tokens")
         if target <= before:
             return BroughtTokens(num_tokens=0)
         request.prepare_step(target - before, only_windows=True)
@@ -263,6 +279,9 @@ class PagedStore:
 
     def _chains(self, tokens: Sequence[int]) -> list[BlockHashes]:
         return [space.block_hashes(tokens) for space in self.spaces]
+
+    def _last_hash(self, tokens: Sequence[int], num_tokens: int) -> bytes:
+        return self.spaces[0].block_hashes(tokens[:num_tokens]).data[-HASH_BYTES:]
 
     def _run(self, request: PagedRequest, group: int, before: int, target: int, *, only_window: bool = False) -> _Run:
         """Return the blocks up to token `target` that the request lacks, or has pages for, and these pages."""

@@ -20,11 +20,12 @@ class Small:
         from kvstore.integrations.transformers.paged import PagedKVCache, PagedRunner, PagedStore
 
         self.model = model
-        self.cache = PagedKVCache(model, page_size=page_size, num_pages=num_pages, align_tokens=16, **options)
+        sizes = {"page_size": page_size, "num_pages": num_pages, "align_tokens": 16, "step_tokens": STEP}
+        self.cache = PagedKVCache(model, **{**sizes, **options})
         for tensors in self.cache.tensors:
             for tensor in tensors:
                 tensor.fill_(torch.nan)  # What is read before it is written shows itself.
-        self.runner = PagedRunner(model, self.cache, STEP)
+        self.runner = PagedRunner(model, self.cache)
         self.store = None if store is None else PagedStore(store, self.cache, model="m", revision="1")
         self.index = self.cache.index
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from kvstore.errors import ConfigError, UnsupportedModel
+from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
 from kvstore.integrations.transformers.paged import PagedKVCache
 from kvstore.integrations.transformers.paged.geometry import read_groups
 
@@ -42,6 +42,23 @@ def test_layers_without_k_and_v_are_refused():
     config = transformers.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, state_size=4)
     with pytest.raises(UnsupportedModel, match="supported are"):
         read_groups(transformers.MambaForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_models_with_experts_are_refused(family):
+    more = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{family}Config")(**TINY, head_dim=8, **more)
+    with pytest.raises(UnsupportedModel, match="dense"):
+        read_groups(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+
+
+def test_a_model_in_training_mode_is_refused(build_once):
+    model = build_once("full").train()
+    try:
+        with pytest.raises(InvalidRequest, match="eval"):
+            PagedKVCache(model)
+    finally:
+        model.eval()
 
 
 def test_an_encoder_decoder_is_refused():

@@ -122,8 +122,5 @@ def test_tokens_that_see_pages_which_were_given_up_are_refused(small, plain_logi
 
 @pytest.mark.parametrize("step_tokens", [0, -1, 1.5, 5000])
 def test_steps_of_no_size_are_refused(small, step_tokens):
-    from kvstore.integrations.transformers.paged import PagedRunner
-
-    engine = small("full")
     with pytest.raises(InvalidRequest, match="step_tokens"):
-        PagedRunner(engine.model, engine.cache, step_tokens)
+        small("full", step_tokens=step_tokens)

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from kvstore.client.client import Client
-from kvstore.errors import InvalidRequest, KVStoreError, PoolExhausted
+from kvstore.errors import InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted
 from kvstore.integrations.transformers.paged import PagedStore
 from kvstore.integrations.transformers.paged.store import wait_saved
 from tests.integrations.transformers.paged.conftest import Small
@@ -74,7 +74,7 @@ def test_a_page_that_was_copied_in_part_and_lies_before_the_window_is_not_found_
     writer, reader = small(kind, store), small(kind, store)
     request = writer.index.acquire(PROMPT)
     writer.prefill(request, PROMPT)
-    ticket = writer.store.publish(request, len(PROMPT))
+    ticket = writer.store.publish(request, PROMPT, len(PROMPT))
     request.release()
     writer.forget()
     writer.fill(PROMPT)
@@ -82,7 +82,7 @@ def test_a_page_that_was_copied_in_part_and_lies_before_the_window_is_not_found_
     request = reader.index.acquire(PROMPT)
     reader.cache.copy(request.prepare_copy())
     assert request.complete_copy() == 4
-    brought = reader.store.load(request, PROMPT) if way == "load" else reader.store.fetch(request, ticket)
+    brought = reader.store.load(request, PROMPT) if way == "load" else reader.store.fetch(request, PROMPT, ticket)
     assert brought.num_tokens == 144 - 20
     request.insert(PROMPT, request.num_tokens)
     assert same(reader.prefill(request, PROMPT), plain_logits(reader.model, PROMPT))
@@ -103,9 +103,9 @@ def test_a_prompt_that_came_whole_has_the_window_of_its_last_token(stores, plain
     writer.runner.run(request, prompt, 0)
     for job in writer.store.save(request, prompt, len(prompt)):
         job.result(10)
-    ticket = writer.store.publish(request, len(prompt))
+    ticket = writer.store.publish(request, prompt, len(prompt))
     request.release()
-    bring = reader.store.load if way == "load" else lambda held, _: reader.store.fetch(held, ticket)
+    bring = reader.store.load if way == "load" else lambda held, _: reader.store.fetch(held, prompt, ticket)
     brought, logits = answer(reader, prompt, lambda held: bring(held, prompt))
     assert brought.num_tokens == len(prompt)
     assert same(logits, plain_logits(reader.model, prompt))
@@ -249,14 +249,14 @@ def test_a_hand_off_is_fetched_once_and_is_whole(small, stores, plain_logits, sa
     writer, reader = small(kind, stores["a"]), small(kind, stores[node])
     request = writer.index.acquire(PROMPT)
     writer.prefill(request, PROMPT, 32)
-    ticket = pickle.loads(pickle.dumps(writer.store.publish(request, len(PROMPT))))
+    ticket = pickle.loads(pickle.dumps(writer.store.publish(request, PROMPT, len(PROMPT))))
     request.release()
     writer.forget()
-    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, ticket))
+    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, PROMPT, ticket))
     assert (ticket.num_tokens, brought.num_tokens) == (144, 144)
     assert same(logits, plain_logits(reader.model, PROMPT))
     reader.forget()
-    again, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, ticket))
+    again, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, PROMPT, ticket))
     assert again.num_tokens == 0
     assert same(logits, plain_logits(reader.model, PROMPT))
 
@@ -267,9 +267,9 @@ def test_a_hand_off_goes_on_behind_the_engine_s_own_pages(small, stores, plain_l
     reader.fill(PROMPT[:50], saves=False)
     request = writer.index.acquire(PROMPT)
     writer.prefill(request, PROMPT)
-    ticket = writer.store.publish(request, len(PROMPT))
+    ticket = writer.store.publish(request, PROMPT, len(PROMPT))
     request.release()
-    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, ticket))
+    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, PROMPT, ticket))
     assert brought.num_tokens == 144 - 48
     assert same(logits, plain_logits(reader.model, PROMPT))
 
@@ -279,20 +279,50 @@ def test_a_hand_off_that_is_not_needed_is_withdrawn(small, stores):
     reader.fill(PROMPT, saves=False)
     request = writer.index.acquire(PROMPT)
     writer.prefill(request, PROMPT)
-    ticket = writer.store.publish(request, len(PROMPT))
+    ticket = writer.store.publish(request, PROMPT, len(PROMPT))
     request.release()
     held = reader.index.acquire([*PROMPT, 1])
-    assert reader.store.fetch(held, ticket).num_tokens == 0
+    assert reader.store.fetch(held, PROMPT, ticket).num_tokens == 0
     held.release()
     assert writer.store.withdraw(ticket)
     assert not writer.store.withdraw(ticket)
+
+
+def test_a_ticket_is_for_its_own_prompt_model_and_salt(small, store):
+    writer, reader = small("full", store), small("full", store)
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    ticket = writer.store.publish(request, PROMPT, len(PROMPT))
+    request.release()
+    other = [*PROMPT[:143], PROMPT[143] + 1]
+    for tokens in (other, PROMPT[:100]):
+        held = reader.index.acquire(tokens)
+        with pytest.raises(InvalidRequest, match="this prompt"):
+            reader.store.fetch(held, tokens, ticket)
+        assert held.num_tokens == 0
+        held.release()
+    salted = PagedStore(store, reader.cache, model="m", revision="1", salt=b"tenant")
+    held = reader.index.acquire(PROMPT)
+    with pytest.raises(NamespaceMismatch):
+        salted.fetch(held, PROMPT, ticket)
+    assert reader.store.fetch(held, [*PROMPT, 5], ticket).num_tokens == 144
+    held.release()
+    salted.close()
+
+
+def test_engines_with_other_steps_share_nothing(small, store):
+    writer, reader = small("both", store), small("both", store, step_tokens=8)
+    writer.fill(PROMPT)
+    request = reader.index.acquire(PROMPT)
+    assert reader.store.load(request, PROMPT).num_tokens == 0
+    request.release()
 
 
 def test_a_prompt_without_a_whole_block_is_not_handed_off(small, store):
     writer = small("full", store)
     request = writer.index.acquire(PROMPT[:15])
     writer.prefill(request, PROMPT[:15])
-    assert writer.store.publish(request, 15) is None
+    assert writer.store.publish(request, PROMPT, 15) is None
     request.release()
 
 
@@ -301,8 +331,8 @@ def test_a_window_that_was_given_up_is_not_handed_off(small, store):
     request = writer.index.acquire(PROMPT)
     writer.prefill(request, PROMPT)
     with pytest.raises(InvalidRequest, match="trimmed"):
-        writer.store.publish(request, 64)
-    assert writer.store.publish(request, 150) is not None
+        writer.store.publish(request, PROMPT, 64)
+    assert writer.store.publish(request, PROMPT, 150) is not None
     request.release()
 
 
@@ -310,19 +340,19 @@ def test_a_ticket_of_other_pages_is_refused_and_changes_nothing(small, store):
     writer, reader = small("both", store, page_size=16), small("both", store, page_size=64)
     request = writer.index.acquire(PROMPT)
     writer.prefill(request, PROMPT)
-    ticket = writer.store.publish(request, len(PROMPT))
+    ticket = writer.store.publish(request, PROMPT, len(PROMPT))
     request.release()
     held = reader.index.acquire(PROMPT)
     with pytest.raises(InvalidRequest, match="one page size"):
-        reader.store.fetch(held, ticket)
+        reader.store.fetch(held, PROMPT, ticket)
     with pytest.raises(InvalidRequest, match="groups"):
-        reader.store.fetch(held, dataclasses.replace(ticket, tickets=ticket.tickets[:1]))
+        reader.store.fetch(held, PROMPT, dataclasses.replace(ticket, tickets=ticket.tickets[:1]))
     assert held.num_tokens == 0
     held.release()
     other = small("full", store)
     held = other.index.acquire(PROMPT)
     with pytest.raises(InvalidRequest, match="groups"):
-        other.store.fetch(held, ticket)
+        other.store.fetch(held, PROMPT, ticket)
     held.release()
 
 
@@ -330,16 +360,16 @@ def test_a_fetch_without_room_is_refused_and_the_ticket_stays_good(small, store,
     writer, reader = small("full", store), small("full", store, num_pages=10)
     request = writer.index.acquire(PROMPT)
     writer.prefill(request, PROMPT)
-    ticket = writer.store.publish(request, len(PROMPT))
+    ticket = writer.store.publish(request, PROMPT, len(PROMPT))
     request.release()
     other = reader.index.acquire(PROMPT[::-1])
     other.extend(40)
     held = reader.index.acquire(PROMPT)
     with pytest.raises(PoolExhausted):
-        reader.store.fetch(held, ticket)
+        reader.store.fetch(held, PROMPT, ticket)
     held.release()
     other.release()
-    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, ticket))
+    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, PROMPT, ticket))
     assert brought.num_tokens == 144
     assert same(logits, plain_logits(reader.model, PROMPT))
 
