@@ -19,9 +19,6 @@ from transformers import (
 )
 
 VOCAB_SIZE = 4096
-WINDOW_TOKENS = 40
-"""Of the models with sliding windows."""
-
 _SIZES = {
     "demo": {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
     "tiny": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
@@ -37,10 +34,10 @@ _COMMON = {
 }
 KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    # Every layer has a window.
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW_TOKENS}),
+    # Every layer has a window: of a stored block and a token, where a load of whole blocks ends at a window's begin.
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 33}),
     # Every second layer has one.
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": 64}),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 40, "query_pre_attn_scalar": 64}),
 }
 
 
