@@ -180,7 +180,7 @@ def top(name: str, address: str | None, as_json: bool, interval_s: float, once: 
     """
     from kvstore.api import connect
 
-    watch(connect(name, address=address).stats, interval_s, is_once=once, as_json=as_json)
+    watch(lambda: connect(name, address=address), interval_s, is_once=once, as_json=as_json)
 
 
 @main.command()

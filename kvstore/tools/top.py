@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import click
 from rich.console import Console
@@ -22,6 +22,10 @@ _COLUMNS = (
     ("GB/s in", "save peer disk handoff"), ("GB/s out", "load peer disk handoff"), ("leases, pins", "oldest"),
     ("queues", "loads threads disk"), ("evicted/s", ""),
 )  # fmt: skip
+
+
+class _HasStats(Protocol):
+    def stats(self) -> dict[str, Any]: ...
 
 
 def rows_of(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
@@ -83,7 +87,7 @@ def _share(value: float, of: float) -> float | None:
 
 
 def watch(
-    ask: Callable[[], dict[str, Any]],
+    find: Callable[[], _HasStats],
     interval_s: float,
     *,
     is_once: bool,
@@ -93,17 +97,18 @@ def watch(
     """Show every interval until Ctrl-C, which ends it without a word.
 
     Args:
-        ask: returns `Store.stats`.
+        find: returns the store.
         interval_s: between two questions.
         is_once: end after the first interval.
         as_json: print one JSON object an interval, {"name", "nodes"}, in place of tables.
         wait: waits so many seconds.
     """
     with contextlib.suppress(KeyboardInterrupt), _shown(as_json) as show:
-        before = ask()
+        store = find()
+        before = store.stats()
         while True:
             wait(interval_s)
-            after = ask()
+            after = store.stats()
             show(after["name"], rows_of(before, after))
             if is_once:
                 return

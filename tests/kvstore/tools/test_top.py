@@ -99,14 +99,14 @@ class Answers:
     def __init__(self, num_answers):
         self.left, self.at_s, self.waited = num_answers, 100.0, []
 
-    def ask(self):
+    def stats(self):
         if not self.left:
             raise KeyboardInterrupt
         self.left, self.at_s = self.left - 1, self.at_s + 1
         return stats(n={**NODE, "now_s": self.at_s})
 
     def watch(self, **how):
-        watch(self.ask, 0.5, wait=self.waited.append, **{"is_once": False, "as_json": True, **how})
+        watch(lambda: self, 0.5, wait=self.waited.append, **{"is_once": False, "as_json": True, **how})
 
 
 def test_json_is_one_object_an_interval_until_ctrl_c(capsys):
@@ -126,8 +126,13 @@ def test_once_shows_one_interval(capsys):
     assert "store s" in capsys.readouterr().out
 
 
-def test_ctrl_c_at_the_first_question_is_quiet(capsys):
-    Answers(0).watch(as_json=False)
+def interrupted():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("find", [interrupted, lambda: Answers(0)])
+def test_ctrl_c_before_anything_is_shown_is_quiet(capsys, find):
+    watch(find, 0.5, is_once=False, as_json=False)
     assert capsys.readouterr() == ("", "")
 
 
