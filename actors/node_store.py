@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
+from kvstore.actors.metrics import Flusher
 from kvstore.actors.mover import Mover
 from kvstore.actors.serving import DRAIN, READY
 from kvstore.blocks.chain import BlockHashes, decode_chain
@@ -56,6 +57,9 @@ class NodeStore:
         self._mover = self._core.state.mover
         self._keeper = MoverKeeper(node_id, self._start_mover, self._mover.wait_ready, self._config.call_timeout_s)
         self._keeper.start()
+        self._metrics = Flusher(node_id, self._config.name, self._core.counts)
+        if self._config.metrics:
+            self._metrics.start()
 
     def _resolve_peer(self, node_id: str, within_s: float) -> PeerAddress:
         what, name = f"store of node {node_id}", actor_name(self._config.name, "node", node_id)
@@ -109,6 +113,7 @@ class NodeStore:
 
     def stop(self) -> None:
         """Close everything; the caller kills the actor afterwards."""
+        self._metrics.stop()
         self._keeper.stop()
         self._core.stop()
 

@@ -1,4 +1,4 @@
-"""The commands `kvstore start|status|stop|doctor|bench|replay|trace`. Thin: other modules find out what they show.
+"""The commands `kvstore start|status|top|stop|doctor|bench|replay|trace`. Thin: other modules find out what they show.
 
 One of the two modules of the core that may import kvstore.actors, and only when a command needs it.
 """
@@ -21,22 +21,26 @@ from kvstore.replay.commands import replay, trace_group
 from kvstore.tools.commands import (
     ADDRESS,
     JSON,
+    LANE,
     MAX_ERROR_CHARS,
     NAME,
     OUTPUT,
     POSITIVE,
+    START_TIMEOUT,
     Group,
-    Seconds,
     check_settings,
     disk_options,
     disk_settings,
+    doctor_options,
     eviction_options,
     eviction_settings,
     parse_size,
+    top_options,
     write_rows,
 )
 from kvstore.tools.doctor import Status, human_bytes, machine_checks
 from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
+from kvstore.tools.top import watch
 
 #: How long `kvstore stop` tries to join Ray.
 _JOIN_S = 30.0
@@ -66,24 +70,11 @@ def main() -> None:
 @click.option("--capacity", default="1GiB", show_default=True, help="Memory for blocks on each node, like 8GiB.")
 @NAME
 @ADDRESS
-@click.option(
-    "--lane",
-    type=click.Choice(["default", "tcp"]),
-    default="default",
-    show_default=True,
-    help="'default' lets UCX choose: RDMA, shared memory on one host, then TCP.",
-)
+@LANE
 @click.option("--block-bytes", default="0", help="Size of a slot at least; 0 takes it from the first client.")
 @eviction_options
 @click.option("--local", is_flag=True, help="Start a Ray for this store alone; stay until Ctrl-C or SIGTERM.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=Seconds(1.0, 3600.0),
-    default=60.0,
-    show_default=True,
-    help="Seconds within which every node has to have its store.",
-)
+@START_TIMEOUT
 @disk_options
 def start(
     capacity: str,
@@ -177,6 +168,21 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
     ctx.exit(1 if stats["without_store"] else 0)
 
 
+@main.command(short_help="Watch what every node does.")
+@NAME
+@ADDRESS
+@JSON
+@top_options
+def top(name: str, address: str | None, as_json: bool, interval_s: float, once: bool) -> None:
+    """Watch what every node does: use, hits, GB/s by way, pins, queues, evictions; Ctrl-C ends it.
+
+    Shares and rates are those of the last interval. With --json each interval is one object on a line of its own.
+    """
+    from kvstore.api import connect
+
+    watch(lambda: connect(name, address=address), interval_s, is_once=once, as_json=as_json)
+
+
 @main.command()
 @NAME
 @ADDRESS
@@ -200,16 +206,7 @@ def stop(name: str, address: str | None) -> None:
 @main.command(short_help="Say what this machine can do, and what to fix.")
 @ADDRESS
 @JSON
-@click.option(
-    "--idle-seconds",
-    type=Seconds(0.1, 3600.0),
-    default=10.0,
-    show_default=True,
-    help="How long to measure an idle store.",
-)
-@click.option("--no-idle", is_flag=True, help="Do not measure it.")
-@click.option("--roundtrip", is_flag=True, help="Take blocks through memory, disk and a restart; compare all bytes.")
-@click.option("--disk-path", default=None, help="Where --roundtrip makes a folder, and removes it.")
+@doctor_options
 @click.pass_context
 def doctor(
     ctx: click.Context,

@@ -111,6 +111,7 @@ class StoreConfig:
         low_watermark: when a smaller share of a node's slots is free, a loop evicts blocks. 0 for no such loop. None:
             half of the high one if that is given; else 0, or 0.05 when `disk_write` is "back".
         high_watermark: the loop ends when this share is free. None: twice the low one, but at most 0.5.
+        metrics: each node store hands its counts to Ray's metrics once a second.
     """
 
     name: str = "default"
@@ -139,6 +140,7 @@ class StoreConfig:
     eviction: str = "learned"
     low_watermark: float | None = None
     high_watermark: float | None = None
+    metrics: bool = True
 
     def __post_init__(self) -> None:
         # Known before the checks, and to all that compare settings: None is never seen outside.

@@ -36,6 +36,7 @@ class HandoffTable:
         self.over: OrderedDict[bytes, str] = OrderedDict()
         self._numbers = itertools.count(1)
         self._num_slots: Counter[int] = Counter()
+        self._num_handed_over: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self.handoffs)
@@ -44,6 +45,11 @@ class HandoffTable:
     def num_slots(self) -> int:
         """Slots that are held, in all places."""
         return self._num_slots.total()
+
+    def num_handed_over(self) -> dict[bytes, int]:
+        """Return how many blocks of each namespace readers have fetched."""
+        with self._lock:
+            return dict(self._num_handed_over)
 
     @property
     def num_arena_writes(self) -> int:
@@ -316,6 +322,8 @@ class HandoffTable:
 
     def _end_claim(self, handoff: Handoff, over: str) -> None:
         del self.claims[handoff.claim_id]
+        if over == "used":
+            self._num_handed_over[handoff.namespace] += len(handoff.slots)
         if (move := self.moves.get(handoff.claim_id)) is not None:
             move.over = True
             self._end_move(handoff.claim_id, move)

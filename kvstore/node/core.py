@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from kvstore.node.dispatch import NodeControl
 from kvstore.node.pool_service import PoolService
 from kvstore.node.residents import Residents
 from kvstore.node.state import NodeState
+from kvstore.node.stats import counts_of
 from kvstore.pool.pool import Pool
 from kvstore.remote.announcements import Blocks
 from kvstore.remote.directory_link import Hints
@@ -280,34 +280,13 @@ class NodeCore:
             "num_handoffs": num_handoffs,
         }
 
+    def counts(self) -> dict[str, Any]:
+        """Return counts of the pool and the calls served, without asking the mover."""
+        return counts_of(self.state, self.control, self._host)
+
     def stats(self) -> dict[str, Any]:
         """Return counts of the pool, the mover and the calls served."""
-        state, service, server = self.state, self.state.pool_service, self.control.server
-        watermarks = dict(zip(("low_watermark", "high_watermark"), state.config.watermarks, strict=True))
-        result: dict[str, Any] = {
-            "node_id": state.node_id,
-            "epoch": state.epoch.hex(),
-            "pid": os.getpid(),
-            "mover_pid": state.mover.pid,
-            "host": self._host,
-            "capacity_bytes": state.config.capacity_bytes,
-            "slot_bytes": service.slot_bytes,
-            "draining": service.is_draining,
-            "num_abandoned_reads": state.mover.num_abandoned,
-            "num_fenced_movers": self.control.fence.num_fenced,
-            "calls": self.control.num_calls,
-            "ports": {
-                "num_malformed": server.num_malformed,
-                "num_strangers_cut": server.strangers.num_cut,
-                "num_unread_cut": server.unread.num_cut,
-                "num_failures": server.loop.num_failures,
-            },
-            "pool": asdict(service.current.stats()) if service.is_attached else None,
-            "reclaim": None if service.reclaimer is None else {**service.reclaimer.stats(), **watermarks},
-            **self.control.handoffs.stats(),
-            "disk": None if state.disk is None else {"disk_write": state.config.disk_write, **state.disk.stats()},
-            "nixl": None,
-        }
+        state, result = self.state, self.counts()
         if state.mover.own is not None:
             try:
                 # A third of the caller's own time limit, so that this answer still reaches it in time.

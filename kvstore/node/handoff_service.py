@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -192,7 +193,8 @@ class HandoffControl:
         deadline_after(request.ttl_s)
         here = request.node_id == self._state.node_id
         if not here or request.from_slab not in (0, request.slab):
-            send = functools.partial(send_piece, connection, message.op, question)
+            counted = self._counting(request)
+            send = functools.partial(send_piece, connection, message.op, question, counted=counted)
             fetch_id = self.fetcher.begin(request, connection.owner, block_bytes, send)
             connection.gave = question, functools.partial(self.fetcher.end, fetch_id, connection.owner)
             return
@@ -223,8 +225,13 @@ class HandoffControl:
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
                 undo = functools.partial(self.table.end_claim, claim.claim_id, connection.owner, used=False)
                 connection.gave = question, undo
-        send_piece(connection, Op.HANDOFF_FETCH, question, Progress(number, 0, slots, report))
+        piece = Progress(number, 0, slots, report)
+        send_piece(connection, Op.HANDOFF_FETCH, question, piece, counted=self._counting(request))
         return True
+
+    def _counting(self, request: FetchRequest) -> Callable[[LoadReport], None]:
+        traffic, block_bytes = self._service.traffic, self._service.block_bytes_of(request.namespace)
+        return functools.partial(traffic.fetch_ended, num_blocks=request.num_blocks, block_bytes=block_bytes)
 
     def release_owner(self, owner: str) -> int:
         """Take back everything that a dead client held; return the number of hand-offs and fetches."""

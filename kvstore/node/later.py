@@ -11,7 +11,7 @@ from kvstore.blocks.codec import encode
 from kvstore.errors import KVStoreError, StoreBusy
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import Flag, Message, Op, pack_error
-from kvstore.rpc.messages import Progress
+from kvstore.rpc.messages import LoadReport, Progress
 from kvstore.runtime.store_threads import Blocking, StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,12 @@ def answer_all(asked: Sequence[Asked], work: Callable[[], object]) -> None:
         connection.send(op, flag, request, answer)
 
 
-def send_piece(connection: Connection, op: Op, request: int, piece: Progress) -> None:
-    """Send one piece of the answer to a load or a fetch. The piece with the report is the last."""
+def send_piece(
+    connection: Connection, op: Op, request: int, piece: Progress, *, counted: Callable[[LoadReport], None]
+) -> None:
+    """Send one piece of the answer to a load or a fetch. The piece with the report is the last, and is counted."""
+    if piece.report is not None:
+        counted(piece.report)
     connection.send(op, Flag.PROGRESS if piece.report is None else Flag.REPLY, request, encode(piece))
 
 

@@ -10,6 +10,7 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.blocks.priority import NORMAL, OF_LOW_READER, Priority
 from kvstore.bounds import check_seconds
+from kvstore.errors import StoreDraining
 from kvstore.node.later import Asked, answer_all, send_piece
 from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
@@ -86,7 +87,11 @@ class LoadControl:
     def _load(self, connection: Connection, message: Message) -> None:
         asked, service = decode_ask_load(message.payload), self._service
         chain, timeout_s = asked.chain, check_seconds("timeout_s", asked.timeout_s)
-        service.check_serving()
+        try:
+            service.check_serving()
+        except StoreDraining:
+            service.traffic.load_refused(len(chain), "draining")
+            raise
         block_bytes, pool = service.block_bytes_of(chain.namespace), service.pool
         version_now = partial(self._state.versions.get, chain.namespace)
         version = version_now()  # Before the pin.
@@ -97,6 +102,7 @@ class LoadControl:
         self._wake()
         question = message.request  # Do not keep the message: its bytes would stay in memory while the load waits.
         connection.gave = question, partial(pool.release, grant.lease_id, connection.owner)
+        counted = partial(service.traffic.load_ended, num_blocks=len(chain), block_bytes=block_bytes)
         load = Load(
             chain=chain,
             block_bytes=block_bytes,
@@ -107,7 +113,7 @@ class LoadControl:
             pool=pool,
             version_now=version_now,
             version=version,
-            send=partial(send_piece, connection, message.op, question),
+            send=partial(send_piece, connection, message.op, question, counted=counted),
             is_open=lambda: not connection.closed,
             retention=retention,
         )

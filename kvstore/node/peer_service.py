@@ -169,6 +169,7 @@ class PeerControl:
             version = state.versions.get(namespace)
             if grant.packed_slots and version == wanted.namespace_version:
                 self.began(grant.lease_id, deadline_s)
+                service.traffic.granted_to_peer(grant.num_blocks * known)
             else:
                 service.current.release(grant.lease_id, owner)
                 grant = Grant()

@@ -27,6 +27,7 @@ from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreDraining, StoreUnavailable
 from kvstore.memory.presence import PresenceTable
+from kvstore.node.traffic import Traffic
 from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.pool import Pool
 from kvstore.pool.reclaim import Reclaimer
@@ -72,7 +73,7 @@ class PoolService:
         self._node_id, self._config, self._epoch = node_id, config, epoch
         self._presence, self.versions = presence, versions
         self._changed, self._wake, self._divided = changed, wake, divided
-        self._disk, self._attach_lock = disk, threading.Lock()
+        self._disk, self._attach_lock, self.traffic = disk, threading.Lock(), Traffic()
         self.current, self.slot_bytes = Pool(0, epoch=epoch, clears=presence.clears), 0
         self.reclaimer: Reclaimer | None = None  # None before the first namespace attaches, and without watermarks.
         self.block_bytes: dict[bytes, int] = {}  # Of each namespace that has attached.
@@ -147,7 +148,7 @@ class PoolService:
             epoch=self._epoch,
             presence=self._presence.counts,
             clears=self._presence.clears,
-            on_published=None if self._disk is None else self._disk.offer,
+            on_published=self.traffic.hearing(self.block_bytes, None if self._disk is None else self._disk.offer),
             on_used=None if self._disk is None or config.disk_min_uses == 1 else self._disk.used,
             eviction=make_policy(config.eviction, num_slots),
         )

@@ -15,6 +15,7 @@ from kvstore.errors import LeaseReleased, PoolExhausted
 from kvstore.pool.owners import OwnedTable
 from kvstore.pool.slot_lists import SlotList, join
 from kvstore.pool.slots import SlotTable
+from kvstore.runtime import clock
 
 #: One of so many slots is lent to another tier beside the budget of pins. It must be able to copy blocks that are about
 #: to be evicted, however much its clients pin.
@@ -60,6 +61,26 @@ class LeaseTable(OwnedTable[_Lease]):
         self.num_soft_pins = 0
         #: Slots that other tiers have pinned, and how many of them the budget does not count.
         self._num_lent, self._most_lent = 0, max(1, table.num_slots // _LENT_SHARE)
+        #: When each lease and pin began, by kind and id, the oldest first.
+        self._began_s: dict[PinKind, dict[int, float]] = {kind: {} for kind in PinKind}
+
+    def add(self, number: int, entry: _Lease) -> None:
+        """Add a lease or pin under a new id."""
+        super().add(number, entry)
+        self._began_s[entry.kind][number] = clock.now_s()
+
+    def pop(self, number: int) -> _Lease:
+        """Remove a lease or pin and return it."""
+        entry = super().pop(number)
+        del self._began_s[entry.kind][number]
+        return entry
+
+    def ages(self, now_s: float) -> dict[str, dict[str, float]]:
+        """Return number and age of the oldest of each kind; see `Pool.pins`."""
+        return {
+            kind.name.lower(): {"num": len(began_s), "oldest_s": max(0.0, now_s - next(iter(began_s.values()), now_s))}
+            for kind, began_s in self._began_s.items()
+        }
 
     def pin(
         self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind, retention: Retention = NORMAL
@@ -237,6 +258,8 @@ class LeaseTable(OwnedTable[_Lease]):
                 hard.update(lease.slots)
         assert hard == self.hard_pins, "hard pins"
         assert self._num_lent == sum(lease.num_lent for lease in self.held.values()), "slots lent to other tiers"
+        began = {number: kind for kind, ids in self._began_s.items() for number in ids}
+        assert began == {number: lease.kind for number, lease in self.held.items()}, "begins of leases"
         assert self.num_soft_pins == sum(lease.kind is PinKind.SOFT for lease in self.held.values()), "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
         counted = self._table.eviction.soft_pins.items()

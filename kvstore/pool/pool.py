@@ -596,6 +596,14 @@ class Pool:
                 num_high=table.eviction.num_high,
             )
 
+    def pins(self, now_s: float) -> dict[str, dict[str, float]]:
+        """Return {"num", "oldest_s"} of leases ("lease"), hard and soft pins ("hard", "soft"); ages in seconds.
+
+        Leases of peers, and those of the store itself while it writes to its disk, are among the leases.
+        """
+        with self._lock:
+            return self.leases.ages(now_s)
+
     def check_integrity(self) -> None:
         """Assert all invariants between two calls; for tests, and cheap only for small pools."""
         with self._lock:

@@ -101,6 +101,11 @@ class Fetcher:
         else:
             load.end(f"busy: {num_all - 1} loads of this node wait for peers already; try again soon")
 
+    @property
+    def num_loads(self) -> int:
+        """Loads that have not ended."""
+        return self._num_loads
+
     def _count(self, num_loads: int, num_bytes: int) -> tuple[int, int]:
         with self._counting:
             self._num_loads, self._num_bytes = self._num_loads + num_loads, self._num_bytes + num_bytes

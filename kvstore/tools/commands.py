@@ -102,6 +102,22 @@ OUTPUT = click.option(
     help="Also write the rows with hardware, versions and commit to this file.",
 )
 
+LANE = click.option(
+    "--lane",
+    type=click.Choice(["default", "tcp"]),
+    default="default",
+    show_default=True,
+    help="'default' lets UCX choose: RDMA, shared memory on one host, then TCP.",
+)
+START_TIMEOUT = click.option(
+    "--timeout",
+    "timeout_s",
+    type=Seconds(1.0, 3600.0),
+    default=60.0,
+    show_default=True,
+    help="Seconds within which every node has to have its store.",
+)
+
 
 _DEFAULTS = StoreConfig()
 #: Of `kvstore start`; `eviction_settings` takes what they give.
@@ -154,11 +170,49 @@ _DISK = (
     ),
 )
 
+#: Of `kvstore doctor`.
+_DOCTOR = (
+    click.option(
+        "--idle-seconds",
+        type=Seconds(0.1, 3600.0),
+        default=10.0,
+        show_default=True,
+        help="How long to measure an idle store.",
+    ),
+    click.option("--no-idle", is_flag=True, help="Do not measure it."),
+    click.option(
+        "--roundtrip", is_flag=True, help="Take blocks through memory, disk and a restart; compare all bytes."
+    ),
+    click.option("--disk-path", default=None, help="Where --roundtrip makes a folder, and removes it."),
+)
+#: Of `kvstore top`.
+_TOP = (
+    click.option(
+        "--interval",
+        "interval_s",
+        type=Seconds(0.1, 3600.0),
+        default=2.0,
+        show_default=True,
+        help="Seconds between two looks.",
+    ),
+    click.option("--once", is_flag=True, help="Show one interval and end."),
+)
+
 
 def _with_options(command: _Function, options: Sequence[Callable[[_Function], _Function]]) -> _Function:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def doctor_options(command: _Function) -> _Function:
+    """Give a command the options of the doctor."""
+    return _with_options(command, _DOCTOR)
+
+
+def top_options(command: _Function) -> _Function:
+    """Give a command the options of `kvstore top`."""
+    return _with_options(command, _TOP)
 
 
 def eviction_options(command: _Function) -> _Function:

@@ -44,6 +44,12 @@ def test_start_status_stop(ray_cluster):
         assert all(node["epoch"] in shown.stdout for node in nodes)
         assert "2 of 2 nodes" in shown.stdout
 
+        watched = run("top", "--name", NAME, "--once", "--json", "--interval", "0.1")
+        assert watched.exit_code == 0, watched.output
+        rows = json.loads(watched.stdout)["nodes"]
+        assert [row["node"] for row in rows] == sorted(found["nodes"])
+        assert all(row["seconds"] >= 0.1 and row["num_slots"] == 0 for row in rows)
+
         other = run("start", "--name", NAME, "--capacity", "65MiB")
         assert other.exit_code == 2
         assert other.stderr.splitlines()[-1].startswith("IncompatibleStore: ")

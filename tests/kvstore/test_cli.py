@@ -19,6 +19,7 @@ from kvstore.tools.doctor import Check, Status
 COMMANDS = [
     ["start"],
     ["status"],
+    ["top"],
     ["stop"],
     ["doctor"],
     ["bench"],

@@ -207,6 +207,7 @@ OTHERS = {
     "eviction": "lru",
     "low_watermark": 0.25,
     "high_watermark": 0.4,
+    "metrics": False,
 }
 WATERMARKS = {"low_watermark": 0.2, "high_watermark": 0.3}
 

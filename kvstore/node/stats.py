@@ -1,0 +1,55 @@
+"""Put together what a node store says of itself: counts since it began, and what it holds now."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+from kvstore.node.dispatch import NodeControl
+from kvstore.node.state import NodeState
+from kvstore.runtime import clock
+
+
+def counts_of(state: NodeState, control: NodeControl, host: str) -> dict[str, Any]:
+    """Return the counts that this process has, so without those of its mover. Any thread may call; it takes no time.
+
+    Args:
+        state: of the node store.
+        control: its connections.
+        host: the address at which peers reach it.
+    """
+    service, server, table = state.pool_service, control.server, control.handoffs.table
+    watermarks = dict(zip(("low_watermark", "high_watermark"), state.config.watermarks, strict=True))
+    traffic, disk = service.traffic.counts(), None if state.disk is None else state.disk.stats()
+    handed_over = table.num_handed_over()
+    traffic["out_bytes"]["handoff"] = sum(n * service.block_bytes.get(space, 0) for space, n in handed_over.items())
+    traffic["out_bytes"]["disk"] = 0 if disk is None else disk.get("num_written_bytes", 0)
+    return {
+        "node_id": state.node_id,
+        "epoch": state.epoch.hex(),
+        "now_s": clock.now_s(),
+        "pid": os.getpid(),
+        "mover_pid": state.mover.pid,
+        "host": host,
+        "capacity_bytes": state.config.capacity_bytes,
+        "slot_bytes": service.slot_bytes,
+        "draining": service.is_draining,
+        "num_abandoned_reads": state.mover.num_abandoned,
+        "num_fenced_movers": control.fence.num_fenced,
+        "calls": control.num_calls,
+        "ports": {
+            "num_malformed": server.num_malformed,
+            "num_strangers_cut": server.strangers.num_cut,
+            "num_unread_cut": server.unread.num_cut,
+            "num_failures": server.loop.num_failures,
+        },
+        "pool": asdict(service.current.stats()) if service.is_attached else None,
+        "pins": service.current.pins(clock.now_s()),
+        "traffic": traffic,
+        "queues": {"loads": state.fetcher.num_loads, "threads": sum(state.threads.num_pending.values())},
+        "reclaim": None if service.reclaimer is None else {**service.reclaimer.stats(), **watermarks},
+        **control.handoffs.stats(),
+        "disk": None if disk is None else {"disk_write": state.config.disk_write, **disk},
+        "nixl": None,
+    }

@@ -1,0 +1,155 @@
+"""What the nodes of a store do now: rates between two statistics, as rows and as a table that goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+#: Of blocks that loads asked for; the rest were missed.
+_TIERS = ("memory", "disk", "peer")
+_IN, _OUT = ("save", "peer", "disk", "handoff"), ("load", "peer", "disk", "handoff")
+_COLUMNS = (
+    ("node", ""), ("slots", "used, pinned"), ("hits of loads", "memory disk peer"),
+    ("GB/s in", "save peer disk handoff"), ("GB/s out", "load peer disk handoff"), ("leases, pins", "oldest"),
+    ("queues", "loads threads disk"), ("evicted/s", ""),
+)  # fmt: skip
+
+
+class _HasStats(Protocol):
+    def stats(self) -> dict[str, Any]: ...
+
+
+def rows_of(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what each node did between two answers of `Store.stats`.
+
+    Returns:
+        A row for each node of the later answer, in the order of their ids: {"node", "error"}, or {"node", "seconds",
+        "num_slots", "num_used", "num_pinned", "hit_share", "in_gb_per_s", "out_gb_per_s", "pins", "oldest_pin_s",
+        "queues", "num_handoffs", "evicted_per_s", "draining"}. "hit_share" is by tier, and None when no load asked for
+        blocks. A store that began in between is compared with its beginning; "seconds" is None, and so are its rates.
+    """
+    return [_row(node, before["nodes"].get(node, {}), now) for node, now in sorted(after["nodes"].items())]
+
+
+def _row(node: str, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    if "error" in now:
+        return {"node": node, "error": now["error"]}
+    is_same = before.get("epoch") == now["epoch"]
+    seconds = now["now_s"] - before["now_s"] if is_same else 0.0
+
+    def growth(*keys: str) -> float:
+        found, earlier = _at(now, keys), _at(before, keys) if is_same else 0
+        return max(found - earlier, 0)
+
+    def gb_per_s(part: str, paths: tuple[str, ...]) -> dict[str, float | None]:
+        return {path: _share(growth("traffic", part, path) / 1e9, seconds) for path in paths}
+
+    hits = {tier: growth("traffic", "hit_blocks", tier) for tier in _TIERS}
+    reasons = now["traffic"]["miss_blocks"]["load"]
+    num_asked = sum(hits.values()) + sum(growth("traffic", "miss_blocks", "load", reason) for reason in reasons)
+    pool, disk = now["pool"] or {}, now["disk"] or {}
+    return {
+        "node": node,
+        "seconds": round(seconds, 3) or None,
+        "draining": now["draining"],
+        "num_slots": pool.get("num_slots", 0),
+        "num_used": pool.get("num_slots", 0) - pool.get("num_free", 0),
+        "num_pinned": pool.get("num_pinned", 0),
+        "hit_share": {tier: hits[tier] / num_asked for tier in _TIERS} if num_asked else None,
+        "in_gb_per_s": gb_per_s("in_bytes", _IN),
+        "out_gb_per_s": gb_per_s("out_bytes", _OUT),
+        "pins": {kind: pins["num"] for kind, pins in now["pins"].items()},
+        "oldest_pin_s": max(pins["oldest_s"] for pins in now["pins"].values()),
+        "queues": {**now["queues"], "disk": disk.get("num_unwritten", 0)},
+        "num_handoffs": now["num_handoffs"],
+        "evicted_per_s": _share(growth("pool", "num_evicted"), seconds),
+    }
+
+
+def _at(stats: dict[str, Any], keys: tuple[str, ...]) -> float:
+    found: Any = stats
+    for key in keys:
+        found = (found or {}).get(key, 0)
+    return float(found or 0)
+
+
+def _share(value: float, of: float) -> float | None:
+    return value / of if of > 0 else None
+
+
+def watch(
+    find: Callable[[], _HasStats],
+    interval_s: float,
+    *,
+    is_once: bool,
+    as_json: bool,
+    wait: Callable[[float], object] = time.sleep,
+) -> None:
+    """Show every interval until Ctrl-C, which ends it without a word.
+
+    Args:
+        find: returns the store.
+        interval_s: between two questions.
+        is_once: end after the first interval.
+        as_json: print one JSON object an interval, {"name", "nodes"}, in place of tables.
+        wait: waits so many seconds.
+    """
+    with contextlib.suppress(KeyboardInterrupt), _shown(as_json) as show:
+        store = find()
+        before = store.stats()
+        while True:
+            wait(interval_s)
+            after = store.stats()
+            show(after["name"], rows_of(before, after))
+            if is_once:
+                return
+            before = after
+
+
+@contextlib.contextmanager
+def _shown(as_json: bool) -> Iterator[Callable[[str, list[dict[str, Any]]], None]]:
+    """Yield what shows the rows of a store: as JSON, as tables one below the other, or in place in a terminal."""
+    console = Console(highlight=False)
+    if as_json:
+        yield lambda name, rows: click.echo(json.dumps({"name": name, "nodes": rows}))
+    elif not console.is_terminal:
+        yield lambda name, rows: console.print(table_of(name, rows))
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda name, rows: live.update(table_of(name, rows), refresh=True)
+
+
+def table_of(name: str, rows: list[dict[str, Any]]) -> Table:
+    """Return the table of one interval."""
+    table = Table(title=f"store {name}", title_justify="left")
+    for heading, below in _COLUMNS:
+        table.add_column(f"{heading}\n[bright_black]{below}[/]" if below else heading, no_wrap=heading != "node")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: dict[str, Any]) -> Iterator[str]:
+    if "error" in row:
+        yield f"{row['node'][:12]}\n[red]{escape(row['error'][:60])}[/]"
+        return
+    yield row["node"][:12] + ("\n[yellow]draining[/]" if row["draining"] else "")
+    total = row["num_slots"]
+    yield f"{row['num_used'] / total:.0%}, {row['num_pinned'] / total:.0%}" if total else "none yet"
+    hits = row["hit_share"]
+    yield " ".join(f"{hits[tier]:.0%}" for tier in _TIERS) if hits is not None else "-"
+    for way in ("in_gb_per_s", "out_gb_per_s"):
+        yield " ".join("-" if value is None else f"{value:.2f}" for value in row[way].values())
+    pins = "/".join(str(count) for count in row["pins"].values())
+    yield f"{pins}, {row['oldest_pin_s']:.0f} s" if any(row["pins"].values()) else "none"
+    yield " ".join(str(row["queues"][queue]) for queue in ("loads", "threads", "disk"))
+    yield "-" if row["evicted_per_s"] is None else f"{row['evicted_per_s']:,.0f}"
