@@ -1,0 +1,126 @@
+"""KV cache events of the connector, read as vLLM's own subscribers read them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from sides import SIZE, request, scheduler_side
+
+
+@pytest.fixture
+def side():
+    """A scheduler's half that emits events, and whose store clears at once."""
+    made = scheduler_side(events=True)
+    made.link = SimpleNamespace(clear=lambda: True)
+    return made
+
+
+@pytest.fixture
+def read(side):
+    """Return the events since the last call, over the wire."""
+    from vllm.distributed import kv_events
+
+    def read():
+        batch = kv_events.KVEventBatch(ts=1.0, events=side.events.take(), data_parallel_rank=0)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=kv_events.KVEventBatch).events
+
+    return read
+
+
+def saved(side, asked, *nums_blocks):
+    """Let the workers report blocks of a request, each time from the root on; return its hashes."""
+    from kvstore.integrations.vllm.plan import WorkerReport
+    from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
+
+    side.begin(asked)
+    tracked = side.tracked[asked.request_id]
+    tracked.hashes = PromptHashes(side.space, asked).all()
+    for num_blocks in nums_blocks:
+        side.heard(set(), WorkerReport(stored=[(asked.request_id, num_blocks)]))
+    return list(tracked.hashes)
+
+
+def kinds(events):
+    return [type(event).__name__ for event in events]
+
+
+def test_each_run_names_its_parent_and_only_the_new_blocks(side, read):
+    asked = request(num_tokens=5 * SIZE)
+    hashes = saved(side, asked, 2, 5)
+    first, second = read()
+    assert (first.block_hashes, first.parent_block_hash) == (hashes[:2], None)
+    assert (second.block_hashes, second.parent_block_hash) == (hashes[2:], hashes[1])
+    assert second.token_ids == asked.all_token_ids[2 * SIZE : 5 * SIZE]
+    for event in (first, second):
+        assert (event.block_size, event.medium, event.locality, event.extra_keys) == (SIZE, "CPU", "LOCAL", None)
+    assert read() == []
+
+
+def test_a_prefix_that_several_requests_share_is_told_once(side, read):
+    saved(side, request("one", 3 * SIZE), 3)
+    hashes = saved(side, request("two", 4 * SIZE), 4)
+    first, second = read()
+    assert (len(first.block_hashes), second.block_hashes, second.parent_block_hash) == (3, hashes[3:], hashes[2])
+
+
+def test_an_engine_that_hears_of_a_prefix_only_now_tells_it_whole(side, read):
+    hashes = saved(side, request(num_tokens=4 * SIZE), 4)  # Another engine stored the first blocks.
+    assert [(event.block_hashes, event.parent_block_hash) for event in read()] == [(hashes, None)]
+
+
+def test_blocks_that_went_are_told_and_told_again_when_they_return(side, read):
+    hashes = saved(side, request("one", 4 * SIZE), 4)
+    side.events.removed([hashes[3], hashes[1], b"unknown" * 4])
+    saved(side, request("two", 4 * SIZE), 4)
+    stored, removed, *again = read()
+    assert kinds([stored, removed, *again]) == ["BlockStored", "BlockRemoved", "BlockStored", "BlockStored"]
+    assert (removed.block_hashes, removed.medium, removed.locality) == ([hashes[3], hashes[1]], "CPU", "LOCAL")
+    assert [(event.block_hashes, event.parent_block_hash) for event in again] == [
+        ([hashes[1]], hashes[0]),
+        ([hashes[3]], hashes[2]),
+    ]
+
+
+def test_a_clearing_removes_all_and_late_reports_bring_nothing_back(side, read):
+    hashes = saved(side, request("one", 3 * SIZE), 3)
+    assert side.reset()
+    saved(side, request("two", 3 * SIZE), 3)
+    from kvstore.integrations.vllm.plan import WorkerReport
+
+    side.heard(set(), WorkerReport(stored=[("one", 3)]))
+    stored, removed, again = read()
+    assert stored.block_hashes == removed.block_hashes == again.block_hashes == hashes
+    assert kinds([stored, removed, again]) == ["BlockStored", "BlockRemoved", "BlockStored"]
+    assert side.reset()
+    side.heard(set(), WorkerReport(stored=[("one", 3), ("two", 3)]))
+    assert kinds(read()) == ["BlockRemoved"]
+
+
+def test_adapters_and_salts_are_named(side, read):
+    lora = SimpleNamespace(lora_name="poet", name="poet", adapter_id=7)
+    saved(side, request(num_tokens=2 * SIZE, lora_request=lora, cache_salt="tenant", prompt_embeds=None), 2)
+    (event,) = read()
+    assert (event.lora_id, event.lora_name) == (7, "poet")
+    assert event.extra_keys == [("poet", "tenant"), ("poet",)]
+
+
+def test_what_is_remembered_is_bounded():
+    from kvstore.integrations.vllm.scheduler_side.events import StoreEvents
+    from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
+
+    space, events = scheduler_side().space, StoreEvents(True, most_told=3)
+    asked = request(num_tokens=5 * SIZE)
+    hashes = PromptHashes(space, asked).all()
+    events.stored(space, asked, hashes)
+    events.cleared()
+    stored, removed = events.take()
+    assert stored.block_hashes == list(hashes)
+    assert removed.block_hashes == list(hashes[2:])
+
+
+def test_an_engine_without_events_keeps_none():
+    side = scheduler_side()
+    saved(side, request(num_tokens=2 * SIZE), 2)
+    assert side.events.take() == []
