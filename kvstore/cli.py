@@ -15,7 +15,7 @@ import click
 
 from kvstore import __version__
 from kvstore.bench.commands import disk, gpu
-from kvstore.config import parse_bytes
+from kvstore.bounds import parse_bytes
 from kvstore.errors import ConfigError, StoreNotRunning
 from kvstore.replay.commands import replay, trace_group
 from kvstore.tools.commands import (
@@ -30,6 +30,8 @@ from kvstore.tools.commands import (
     check_settings,
     disk_options,
     disk_settings,
+    events_options,
+    events_settings,
     eviction_options,
     eviction_settings,
     parse_size,
@@ -85,18 +87,16 @@ def main() -> None:
     help="Seconds within which every node has to have its store.",
 )
 @disk_options
+@events_options
 def start(
     capacity: str,
     name: str,
     address: str | None,
     lane: str,
     block_bytes: str,
-    eviction: str,
-    low_watermark: float | None,
-    high_watermark: float | None,
     local: bool,
     timeout_s: float,
-    **disk: Any,
+    **more: Any,
 ) -> None:
     """Run a store on every node of a Ray cluster.
 
@@ -110,11 +110,12 @@ def start(
     settings: dict[str, Any] = {
         "name": name,
         "lane": lane,
-        **eviction_settings(eviction, low_watermark, high_watermark),
+        **eviction_settings(more),
         "capacity": parse_size("--capacity", capacity),
         "block_bytes": parse_size("--block-bytes", block_bytes),
         "timeout_s": timeout_s,
-        **disk_settings(**disk),
+        **events_settings(more),
+        **disk_settings(**more),
     }
     check_settings(settings)
     if local:

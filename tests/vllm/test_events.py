@@ -124,3 +124,26 @@ def test_an_engine_without_events_keeps_none():
     side = scheduler_side()
     saved(side, request(num_tokens=2 * SIZE), 2)
     assert side.events.take() == []
+
+
+def test_vllm_reads_the_events_of_a_store():
+    from vllm.distributed import kv_events
+
+    from kvstore.node.events import schema
+
+    hashes = [bytes([at]) * 32 for at in range(3)]
+    events = [
+        schema.AllBlocksCleared(),
+        *schema.stored(hashes, [b"", hashes[0], b"p" * 32], "STORAGE"),
+        *schema.removed(hashes[:1], "CPU"),
+    ]
+    batch = msgspec.msgpack.encode(schema.EventBatch(1.5, events, 0))
+    read = msgspec.msgpack.decode(batch, type=kv_events.KVEventBatch)
+    assert (read.ts, read.data_parallel_rank) == (1.5, 0)
+    cleared, first, second, removed = read.events
+    assert kinds([cleared, first, second, removed]) == [
+        "AllBlocksCleared", "BlockStored", "BlockStored", "BlockRemoved"
+    ]  # fmt: skip
+    assert (first.block_hashes, first.parent_block_hash, first.medium) == (hashes[:2], None, "STORAGE")
+    assert (second.block_hashes, second.parent_block_hash, second.token_ids) == (hashes[2:], b"p" * 32, [])
+    assert (removed.block_hashes, removed.medium, removed.locality) == (hashes[:1], "CPU", "LOCAL")

@@ -1,4 +1,4 @@
-"""KV cache events of one engine in vLLM's format: blocks that its saves brought into the store, and those gone since."""
+"""KV cache events of one engine in vLLM's format: blocks that its saves stored, and those gone since."""
 
 from __future__ import annotations
 
