@@ -42,6 +42,47 @@ def saved(side, asked, *nums_blocks):
     return list(tracked.hashes)
 
 
+@pytest.fixture
+def published(monkeypatch):
+    """What the store of this node publishes; filled by a test."""
+    from kvstore.integrations.vllm.scheduler_side.subscription import Subscription
+
+    found = []
+
+    def changes(self):
+        while found:
+            yield found.pop(0)
+
+    monkeypatch.setattr(Subscription, "changes", changes)
+    return found
+
+
+@pytest.fixture
+def store():
+    """A pool with a publisher, as a client sees them, and a subscription to it."""
+    from kvstore.integrations.vllm.scheduler_side.subscription import Subscription
+    from kvstore.node.events.publisher import EventPublisher
+    from kvstore.pool.pool import Pool
+
+    pool, publisher, subscription = Pool(4), EventPublisher("tcp://*:0", "", "n", "s"), Subscription()
+    made = SimpleNamespace(pool=pool, publisher=publisher, subscription=subscription, epoch="1", heard=[])
+    made.stats = lambda: {"epoch": made.epoch, "events": publisher.stats()}
+
+    def hear():
+        made.heard += subscription.changes()
+        return made.heard
+
+    def save(seed, num_blocks):
+        run = scheduler_side().space.block_hashes([seed] * num_blocks * SIZE)
+        pool.complete_store(pool.prepare_store(run, "w").write_id, "w")
+        return list(run)
+
+    made.hear, made.save = hear, save
+    yield made
+    subscription.close()
+    publisher.stop()
+
+
 def kinds(events):
     return [type(event).__name__ for event in events]
 
@@ -104,6 +145,86 @@ def test_adapters_and_salts_are_named(side, read):
     (event,) = read()
     assert (event.lora_id, event.lora_name) == (7, "poet")
     assert event.extra_keys == [("poet", "tenant"), ("poet",)]
+
+
+def test_evictions_by_the_store_are_told_also_those_before_the_report(side, read, published):
+    asked = request("one", 4 * SIZE)
+    hashes = saved(side, asked)
+    published += [(True, hashes[:3]), (False, hashes[2:3])]
+    saved(side, request("two", 3 * SIZE), 3)
+    assert [event.block_hashes for event in read()] == [hashes[:2]]
+    published += [(False, hashes[1:2])]
+    (removed,) = read()
+    assert (kinds([removed]), removed.block_hashes) == (["BlockRemoved"], hashes[1:2])
+    published += [(True, hashes[1:])]
+    saved(side, request("three", 4 * SIZE), 4)
+    (again,) = read()
+    assert (again.block_hashes, again.parent_block_hash) == (hashes[1:], hashes[0])
+    published += [None]
+    (removed,) = read()
+    assert set(removed.block_hashes) == set(hashes)
+
+
+def test_an_error_of_the_subscription_ends_no_engine(side, read, monkeypatch):
+    from kvstore.integrations.vllm.scheduler_side.subscription import Subscription
+
+    hashes = saved(side, request("one", 2 * SIZE), 2)
+    monkeypatch.setattr(Subscription, "changes", lambda self: 1 // 0)
+    stored, removed = read()
+    assert (stored.block_hashes, removed.block_hashes) == (hashes, hashes)
+
+
+def test_an_engine_hears_what_its_store_publishes(store, eventually):
+    subscription = store.subscription
+    subscription.opened(store)
+    assert store.hear() == [None]
+    eventually(lambda: store.publisher.follow([(store.pool, "CPU")]) or store.hear()[1:], pause_s=0.01)
+    run = store.save(7, 3)
+    eventually(lambda: (True, run) in store.hear())
+    store.heard.clear()
+    store.pool.evict(1)
+    eventually(lambda: (False, run[2:]) in store.hear())
+    subscription.opened(store)  # Over a new connection, to the same life of the store.
+    assert store.hear() == [(False, run[2:])]
+    store.epoch = "2"
+    subscription.opened(store)
+    assert store.hear()[1] is None
+
+
+def test_a_store_without_events_or_without_an_answer_is_no_error(store):
+    from kvstore.errors import PeerLost
+
+    def no_answer():
+        raise PeerLost("gone")
+
+    store.subscription.opened(SimpleNamespace(stats=no_answer))
+    assert store.hear() == []
+    store.subscription.opened(SimpleNamespace(stats=lambda: {"epoch": "1", "events": None}))
+    assert store.hear() == [None]
+    assert store.hear() == [None]
+
+
+def test_lost_batches_end_what_is_known_and_nonsense_ends_nothing(store, eventually):
+    import zmq
+
+    from kvstore.node.events import schema
+
+    def batch(*events):
+        return msgspec.msgpack.encode(schema.EventBatch(1.0, list(events), 0))
+
+    (gone,) = schema.removed([b"h" * 32], "CPU")
+    (elsewhere,) = schema.removed([b"h" * 32], "STORAGE")
+    with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
+        socket.linger = 0
+        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        store.subscription.opened(SimpleNamespace(stats=lambda: {"epoch": "1", "events": {"endpoint": endpoint}}))
+        assert store.hear() == [None]
+        assert socket.poll(10_000), "wanted its subscription"
+        for number, payload in [(5, batch(gone)), (6, b"nonsense"), (7, batch(elsewhere)), (9, batch(gone))]:
+            socket.send_multipart((b"kv@n@s", number.to_bytes(8, "big"), payload))
+        eventually(lambda: len(store.hear()) >= 4)
+        assert store.heard == [None, (False, [b"h" * 32]), None, (False, [b"h" * 32])]
+        store.subscription.close()
 
 
 def test_what_is_remembered_is_bounded():

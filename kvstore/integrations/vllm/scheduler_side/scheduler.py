@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.blocks.hashing import Namespace
+from kvstore.client.client import Client
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import LoadPlan, Local, StepPlan, WorkerHello, WorkerReport
@@ -101,7 +102,7 @@ class SchedulerSide:
             self.handoffs.learn(hello.desks)
         self.ending.open([hello.copies.value for hello in found])
         self.is_launching = all(hello.is_on_gpu and hello.copies.value is not None for hello in found)
-        link = StoreLink(options, space, on_open=lambda client: client.map_presence())
+        link = StoreLink(options, space, on_open=(Client.map_presence, self.events.opened))
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
             self.lookups = Lookups(link, options, self.stats, self.answered)
@@ -110,6 +111,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """End the thread and close the client; may be called again."""
+        self.events.close()
         if self._clearing is not None:
             self._clearing.join(10.0)
         if self.is_open:
