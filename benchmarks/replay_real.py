@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.actors.bench.replay import replay_real
-from kvstore.config import parse_bytes
+from kvstore.bounds import parse_bytes
 from kvstore.replay.commands import describe
 from kvstore.replay.files import write_whole
 from kvstore.replay.formats import read_trace

@@ -34,7 +34,7 @@ import click
 
 from benchmarks.serving_way import SHORT_TOKENS, WayProcess
 from kvstore.actors.bench.process import InProcess
-from kvstore.config import parse_bytes
+from kvstore.bounds import parse_bytes
 from kvstore.errors import KVStoreError, StoreUnavailable
 from kvstore.tools.documents import as_document
 

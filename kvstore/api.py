@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstore.bounds import check_seconds, check_text, check_ttl
-from kvstore.config import StoreConfig, check_name, parse_bytes
+from kvstore.bounds import check_seconds, check_text, check_ttl, parse_bytes
+from kvstore.config import StoreConfig, check_name
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,8 +6,10 @@ A check returns a value of Python's own type. Callers continue with that value: 
 from __future__ import annotations
 
 import math
+import re
+from fractions import Fraction
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import ConfigError, InvalidRequest
 
 #: The longest time for a lease, a claim, a published ticket or a wait. A pin may have no deadline.
 MAX_TTL_S = 86400.0
@@ -38,6 +40,12 @@ MAX_OWNER_CHARS = 200
 MAX_NODE_ID_CHARS = 200
 #: Size of a namespace digest and of a block hash.
 DIGEST_BYTES = 32
+
+#: Where a node may listen for subscribers: a port of some or all of its addresses, or a file.
+_ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:]{2,45}\]):([0-9]{1,5})|ipc:///[^\0]{1,90}")
+_MOST_PORT = 65535
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def clip(value: object, num_chars: int = 60) -> str:
@@ -165,3 +173,35 @@ def check_digest(name: str, value: object) -> bytes:
     if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
         raise InvalidRequest(f"{name}: wanted {DIGEST_BYTES} bytes, got {clip(value)}")
     return bytes(value)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return a number of bytes from `8GiB`, `512 MiB`, `1.5GB` or a plain integer.
+
+    Raises:
+        ConfigError: the text is not a size, or a fraction of bytes.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ConfigError(f"wanted a size such as '8GiB' or a number of bytes, got {str(text)[:60]!r}")
+    number, unit = Fraction(match.group(1)), _UNITS[match.group(2).lower()]
+    if unit == 1 and number.denominator != 1:
+        raise ConfigError(f"wanted a whole number of bytes, or a unit as in '1.5GiB', got {str(text)[:60]!r}")
+    return int(number * unit)
+
+
+def check_endpoint(name: str, value: str) -> str:
+    """Return an address on which a node can listen for subscribers.
+
+    Raises:
+        ConfigError: it is neither "tcp://HOST:PORT" nor "ipc://PATH".
+    """
+    match = _ENDPOINT.fullmatch(value)
+    if match is None or int(match.group(1) or 0) > _MOST_PORT:
+        raise ConfigError(
+            f"{name}: wanted an address like 'tcp://*:5557' or 'ipc:///run/raykv.ipc', got {clip(value)}; "
+            "port 0 takes a free one"
+        )
+    return value

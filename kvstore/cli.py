@@ -15,7 +15,7 @@ import click
 
 from kvstore import __version__
 from kvstore.bench.commands import disk, gpu
-from kvstore.config import parse_bytes
+from kvstore.bounds import parse_bytes
 from kvstore.errors import ConfigError, StoreNotRunning
 from kvstore.replay.commands import replay, trace_group
 from kvstore.tools.commands import (
@@ -32,6 +32,8 @@ from kvstore.tools.commands import (
     disk_options,
     disk_settings,
     doctor_options,
+    events_options,
+    events_settings,
     eviction_options,
     eviction_settings,
     parse_size,
@@ -76,18 +78,16 @@ def main() -> None:
 @click.option("--local", is_flag=True, help="Start a Ray for this store alone; stay until Ctrl-C or SIGTERM.")
 @START_TIMEOUT
 @disk_options
+@events_options
 def start(
     capacity: str,
     name: str,
     address: str | None,
     lane: str,
     block_bytes: str,
-    eviction: str,
-    low_watermark: float | None,
-    high_watermark: float | None,
     local: bool,
     timeout_s: float,
-    **disk: Any,
+    **more: Any,
 ) -> None:
     """Run a store on every node of a Ray cluster.
 
@@ -101,11 +101,12 @@ def start(
     settings: dict[str, Any] = {
         "name": name,
         "lane": lane,
-        **eviction_settings(eviction, low_watermark, high_watermark),
+        **eviction_settings(more),
         "capacity": parse_size("--capacity", capacity),
         "block_bytes": parse_size("--block-bytes", block_bytes),
         "timeout_s": timeout_s,
-        **disk_settings(**disk),
+        **events_settings(more),
+        **disk_settings(**more),
     }
     check_settings(settings)
     if local:

@@ -12,10 +12,9 @@ import stat
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from fractions import Fraction
 from pathlib import Path
 
-from kvstore.bounds import MIN_BLOCK_BYTES, clip
+from kvstore.bounds import MIN_BLOCK_BYTES, check_endpoint, clip
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
@@ -36,28 +35,9 @@ _MAX_INT = 1 << 62
 #: Upper bounds of the times in settings: of a lease, and of all others (a load adds several of these).
 _MAX_LEASE_S, _MAX_S = 86400.0, 3600.0
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 #: What UCX needs for full speed over TCP (measured, see docs/adr/0004); a user's own value wins.
 UCX_DEFAULTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-
-
-def parse_bytes(text: str | int) -> int:
-    """Return a number of bytes from `8GiB`, `512 MiB`, `1.5GB` or a plain integer.
-
-    Raises:
-        ConfigError: the text is not a size, or a fraction of bytes.
-    """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match.group(2).lower() not in _UNITS:
-        raise ConfigError(f"wanted a size such as '8GiB' or a number of bytes, got {str(text)[:60]!r}")
-    number, unit = Fraction(match.group(1)), _UNITS[match.group(2).lower()]
-    if unit == 1 and number.denominator != 1:
-        raise ConfigError(f"wanted a whole number of bytes, or a unit as in '1.5GiB', got {str(text)[:60]!r}")
-    return int(number * unit)
 
 
 def check_name(name: object) -> str:
@@ -112,6 +92,8 @@ class StoreConfig:
             half of the high one if that is given; else 0, or 0.05 when `disk_write` is "back".
         high_watermark: the loop ends when this share is free. None: twice the low one, but at most 0.5.
         metrics: each node store hands its counts to Ray's metrics once a second.
+        events_endpoint: where each node publishes which blocks it has, like "tcp://*:5557"; "" for nowhere.
+        events_replay_endpoint: where subscribers that missed some ask for them again; "" for nowhere.
     """
 
     name: str = "default"
@@ -141,6 +123,8 @@ class StoreConfig:
     low_watermark: float | None = None
     high_watermark: float | None = None
     metrics: bool = True
+    events_endpoint: str = ""
+    events_replay_endpoint: str = ""
 
     def __post_init__(self) -> None:
         # Known before the checks, and to all that compare settings: None is never seen outside.
@@ -187,6 +171,7 @@ class StoreConfig:
             raise ConfigError(f"eviction: wanted 'learned' or 'lru', got {clip(self.eviction)}")
         self._check_disk()
         self._check_watermarks()
+        self._check_events()
 
     def _low(self) -> float | None:
         if self.low_watermark is not None:
@@ -219,6 +204,16 @@ class StoreConfig:
             raise ConfigError(
                 f"low_watermark: wanted more than 0 for disk_write='back', got {low}; blocks are written when the loop "
                 "evicts them, so give neither watermark, or one above 0, or use disk_write='through'"
+            )
+
+    def _check_events(self) -> None:
+        for field in ("events_endpoint", "events_replay_endpoint"):
+            if value := getattr(self, field):
+                check_endpoint(field, value)
+        if self.events_replay_endpoint and not self.events_endpoint:
+            raise ConfigError(
+                f"events_replay_endpoint: wanted it with events_endpoint, got {self.events_replay_endpoint!r} alone; "
+                "give both, or neither"
             )
 
     def _check_disk(self) -> None:

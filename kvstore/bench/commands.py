@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvstore.config import parse_bytes
+from kvstore.bounds import parse_bytes
 from kvstore.tools.commands import JSON, OUTPUT, POSITIVE, Command, parse_size, write_rows
 from kvstore.tools.terminal import disk_cell, progress, show_rows
 

@@ -14,12 +14,11 @@ from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.codec import decode_counts, encode
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.part import Part
-from kvstore.bounds import MAX_CHAIN_BYTES, check_count, check_node_id, check_seconds, clip
+from kvstore.bounds import MAX_CHAIN_BYTES, check_count, check_node_id, check_seconds, clip, parse_bytes
 from kvstore.client.connections import StoreConnections
 from kvstore.client.handoff.stage_link import StageLink
 from kvstore.client.job_threads import JobThreads
 from kvstore.client.results import HandoffRoute
-from kvstore.config import parse_bytes
 from kvstore.engine.copier import EngineCopier
 from kvstore.errors import CopyStuck, InvalidRequest, KVStoreError, NamespaceMismatch, StoreUnavailable
 from kvstore.memory.clears import ClearCounts

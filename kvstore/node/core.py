@@ -25,12 +25,12 @@ from kvstore.memory.arena import Arena, create_arena
 from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
 from kvstore.node.dispatch import NodeControl
+from kvstore.node.events.publisher import DISK, MEMORY, EventPublisher
 from kvstore.node.pool_service import PoolService
 from kvstore.node.residents import Residents
 from kvstore.node.state import NodeState
 from kvstore.node.stats import counts_of
 from kvstore.pool.pool import Pool
-from kvstore.remote.announcements import Blocks
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.fetch import Fetcher
 from kvstore.remote.load import Load
@@ -62,7 +62,7 @@ class NodeCore:
         on_mover_gone: called, on its own thread, when the mover's process is gone and has to be replaced.
 
     Raises:
-        ConfigError: there is not enough memory; nothing is left behind.
+        ConfigError: there is not enough memory, or the disk or an address cannot be used; nothing is left behind.
         InvalidRequest: `node_id` is not valid; nothing is left behind.
     """
 
@@ -93,6 +93,9 @@ class NodeCore:
             arena: Arena = create_arena(config.capacity_bytes)
             undo.callback(arena.close)
             presence = PresenceTable(epoch, config.capacity_bytes)
+            undo.callback(presence.close)
+            where, replay = config.events_endpoint, config.events_replay_endpoint
+            events = EventPublisher(where, replay, node_id, config.name) if where else None
             undo.pop_all()
         self._memory_closed = False
 
@@ -129,6 +132,7 @@ class NodeCore:
             hints=hints,
             fetcher=fetcher,
             disk=disk,
+            events=events,
         )
         remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{epoch.hex()}.sock")
@@ -152,11 +156,21 @@ class NodeCore:
             # The first blocks are stored there, too. But a disk that hangs keeps nobody waiting for long.
             has_begun.wait(min(state.config.disk_timeout_s, state.config.call_timeout_s / 2))
         with self._draining:
-            state.hints.follow(pool if state.pool_service.is_closed_to_peers else self._residents(pool))
+            self._announce(pool)
 
-    def _residents(self, pool: Pool) -> Blocks:
-        disk = self.state.disk
-        return pool if disk is None or not disk.pool.num_slots else Residents(pool, disk.pool)
+    def _announce(self, pool: Pool) -> None:
+        """Tell the directory and subscribers of the blocks of this node: none while it is drained."""
+        state = self.state
+        if state.pool_service.is_closed_to_peers:
+            tiers = []
+        elif state.disk is None or not state.disk.pool.num_slots:
+            tiers = [(pool, MEMORY)]
+        else:
+            tiers = [(pool, MEMORY), (state.disk.pool, DISK)]
+        pools = [tier for tier, _ in tiers]
+        state.hints.follow(Residents(*pools) if len(pools) == 2 else pools[0] if pools else None)
+        if state.events is not None:
+            state.events.follow(tiers)
 
     def _begin_disk(self, disk: DiskTier, pool: Pool, slot_bytes: int, has_begun: threading.Event) -> None:
         state, service = self.state, self.state.pool_service
@@ -168,8 +182,7 @@ class NodeCore:
             has_begun.set()
         # Of the two that say this, the later one knows both tiers.
         with self._draining:
-            if not service.is_closed_to_peers:
-                state.hints.follow(self._residents(pool))
+            self._announce(pool)
         # A namespace may have been cleared while this node was away: until the directory has said so, its blocks on
         # disk are not found.
         while not self.state.hints.has_met.wait(_LOOK_AGAIN_S):
@@ -248,7 +261,7 @@ class NodeCore:
             was_closed = service.is_closed_to_peers
             service.is_draining = service.is_closed_to_peers = True
             if not was_closed:
-                self.state.hints.follow(None)
+                self._announce(service.current)
         deadline_s = clock.now_s() + timeout_s
         while True:
             left, is_drained = self._left(), service.is_draining
@@ -268,7 +281,7 @@ class NodeCore:
             was_closed = service.is_closed_to_peers
             service.is_draining = service.is_closed_to_peers = False
             if was_closed and service.is_attached:
-                self.state.hints.follow(self._residents(service.current))
+                self._announce(service.current)
 
     def _left(self) -> dict[str, int]:
         handoffs = self.control.handoffs.table
@@ -317,6 +330,8 @@ class NodeCore:
             steps.callback(state.hints.stop)
             steps.callback(state.threads.stop)
             steps.callback(state.fetcher.stop)
+            if state.events is not None:
+                steps.callback(state.events.stop)
 
     def _close_memory(self) -> None:
         # Only once: at a second call the file descriptor numbers may belong to other files.

@@ -9,6 +9,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.memory.arena import Arena
 from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
+from kvstore.node.events.publisher import EventPublisher
 from kvstore.node.pool_service import PoolService
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.fetch import Fetcher
@@ -36,6 +37,7 @@ class NodeState:
         hints: the link to the directory.
         fetcher: the loads that need peers, or the disk.
         disk: the blocks on this node's disk; None for a store without a disk tier.
+        events: publishes which blocks are here; None for a store that does not.
     """
 
     node_id: str
@@ -52,3 +54,4 @@ class NodeState:
     hints: Hints
     fetcher: Fetcher
     disk: DiskTier | None = None
+    events: EventPublisher | None = None

@@ -51,5 +51,6 @@ def counts_of(state: NodeState, control: NodeControl, host: str) -> dict[str, An
         "reclaim": None if service.reclaimer is None else {**service.reclaimer.stats(), **watermarks},
         **control.handoffs.stats(),
         "disk": None if disk is None else {"disk_write": state.config.disk_write, **disk},
+        "events": None if state.events is None else state.events.stats(),
         "nixl": None,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -59,14 +59,18 @@ class EventLog:
     """Hashes that became findable (True) or unfindable (False), in order, each added together with its change.
 
     With more than `max_hashes` hashes since the last `take`, none is kept: then the reader needs a snapshot.
+    `on_change` hears of each change at once, with the slots of blocks that became findable.
     """
 
     max_hashes: int
     events: list[tuple[bool, Collection[bytes]]] = field(default_factory=list)
+    on_change: Callable[[Collection[bytes], list[int] | None], None] | None = None
     _num_hashes: int = 0
 
-    def add(self, present: bool, hashes: Collection[bytes]) -> None:
+    def add(self, present: bool, hashes: Collection[bytes], slots: list[int] | None = None) -> None:
         """Note that some blocks became findable or unfindable."""
+        if self.on_change is not None:
+            self.on_change(hashes, slots)
         self._num_hashes += len(hashes)
         if self._num_hashes <= self.max_hashes:
             self.events.append((present, hashes))
@@ -87,9 +91,9 @@ class BlockIndex:
     block. `parent` is the hash of the block before this one in its chain, the namespace's digest at a root.
     `num_children` counts the blocks, ready or being written, that hang on a block: it is not evicted before them. For a
     parent that is not here its space counts them, until it comes. `depth` is the number of a block in its chain, as its
-    writer gave it; it is always above that of the block it hangs on, so no block hangs on itself. `claims` says with
-    which others a slot was claimed. `presence` counts the first blocks of chains, also those that are being written,
-    `eviction` is told of blocks without children.
+    writer gave it; it is always above that of the block it hangs on. `claims` says with which others a slot was
+    claimed. `presence` counts the first blocks of chains, also those that are being written, `eviction` is told of
+    blocks without children.
     """
 
     def __init__(self, num_slots: int, presence: PresenceCounts, eviction: PriorityOrder) -> None:
@@ -139,18 +143,15 @@ class BlockIndex:
         """Make sure that no new block of a run would hang on a block that is as far from the root, or further.
 
         Blocks that hang on each other in a circle all have children, so none of them would ever be evicted.
-
         `hashes` are those of the chain; `found` has the slot of each block that is ready, `under_way` of each that is
         being written, and is empty if there is none.
 
         Raises:
             ChainBroken: a block would be its own ancestor; nothing changed.
         """
-        here = found
-        if under_way:
-            here = under_way
-            if found.count(None) < len(found):
-                here = [a if a is not None else b for a, b in zip(found, under_way, strict=True)]
+        here = under_way or found
+        if under_way and found.count(None) < len(found):
+            here = [a if a is not None else b for a, b in zip(found, under_way, strict=True)]
         num_new = here.count(None)
         if not num_new:
             return
@@ -225,7 +226,7 @@ class BlockIndex:
         space.ready.update(zip(hashes, slots, strict=True))
         run = self.run[slots[0]]
         run.published(slots[: self.claims.num_of_claim(run, self.place[slots[0]], slots, 0)])
-        self.events.add(True, hashes)
+        self.events.add(True, hashes, slots)
 
     # Taking out.
 

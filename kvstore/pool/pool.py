@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count as count_from
 
 from kvstore.blocks.chain import BlockHashes
@@ -524,6 +524,36 @@ class Pool:
         with self._lock:
             self.table.index.events.take()
             return [own for space in self.table.index.spaces.values() for own in space.ready]
+
+    def tell_changes(self, on_change: Callable[[Collection[bytes], list[bytes] | None], None] | None) -> None:
+        """Have a callback called under the pool's lock with each change of the findable blocks, in order.
+
+        Args:
+            on_change: called with hashes that became findable and the hash before each, b"" at a root; or with hashes
+                that are no longer findable, and None. They may be kept, and must not be changed. None: call nothing.
+        """
+
+        def changed(hashes: Collection[bytes], slots: list[int] | None) -> None:
+            assert on_change is not None, "called only where there is a callback"
+            on_change(hashes, None if slots is None else self._parents_of(slots))
+
+        with self._lock:
+            self.table.index.events.on_change = None if on_change is None else changed
+
+    def found_blocks(self, then: Callable[[], None]) -> list[tuple[list[bytes], list[bytes]]]:
+        """Return all findable hashes, and the hash before each, b"" at a root; one pair of lists for each namespace.
+
+        Args:
+            then: called in the same step, under the pool's lock: changes that it forgets are in the result.
+        """
+        with self._lock:
+            then()
+            spaces = self.table.index.spaces.values()
+            return [(list(space.ready), self._parents_of(space.ready.values())) for space in spaces]
+
+    def _parents_of(self, slots: Collection[int]) -> list[bytes]:
+        parent, space = self.table.index.parent, self.table.index.space
+        return [b"" if (above := parent[slot]) == space[slot].namespace else above for slot in slots]
 
     def present(self, hashes: list[bytes]) -> set[bytes]:
         """Return those of these hashes that can be found, in whatever namespace."""

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
-from kvstore.config import EVICTION_POLICIES, MAX_MIN_USES, MAX_WATERMARK, StoreConfig, parse_bytes
+from kvstore.bounds import parse_bytes
+from kvstore.config import EVICTION_POLICIES, MAX_MIN_USES, MAX_WATERMARK, StoreConfig
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools.doctor import human_bytes
 from kvstore.tools.documents import as_document
@@ -141,6 +142,21 @@ _EVICTION = (
         help="The loop ends when this share is free. Without it twice the low one, but at most 0.5.",
     ),
 )
+#: Of `kvstore start`; `events_settings` takes what they give.
+_EVENTS = (
+    click.option(
+        "--events-endpoint",
+        metavar="ADDRESS",
+        default="",
+        help="Publish on each node which blocks it has, in vLLM's format, like tcp://*:5557.",
+    ),
+    click.option(
+        "--events-replay-endpoint",
+        metavar="ADDRESS",
+        default="",
+        help="Where subscribers ask for events that they missed, like tcp://*:5558.",
+    ),
+)
 #: Of `kvstore start`; `disk_settings` takes what they give.
 _DISK = (
     click.option("--disk-path", metavar="PATH", help="Keep blocks on disk, too, in this folder of each node."),
@@ -220,10 +236,24 @@ def eviction_options(command: _Function) -> _Function:
     return _with_options(command, _EVICTION)
 
 
-def eviction_settings(eviction: str, low_watermark: float | None, high_watermark: float | None) -> dict[str, Any]:
-    """Return the settings of a store that the options of eviction give."""
-    watermarks = {"low_watermark": low_watermark, "high_watermark": high_watermark}
-    return {"eviction": eviction, **{name: value for name, value in watermarks.items() if value is not None}}
+def eviction_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a store that the options of eviction give, and take these options out of all."""
+    return _take(options, "eviction", "low_watermark", "high_watermark")
+
+
+def _take(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    given = {name: options.pop(name) for name in names}
+    return {name: value for name, value in given.items() if value not in (None, "")}
+
+
+def events_options(command: _Function) -> _Function:
+    """Give a command the options of events."""
+    return _with_options(command, _EVENTS)
+
+
+def events_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a store that the options of events give, and take these options out of all."""
+    return _take(options, "events_endpoint", "events_replay_endpoint")
 
 
 def disk_options(command: _Function) -> _Function:

@@ -224,9 +224,19 @@ def test_start_passes_the_watermarks(monkeypatch):
     }  # fmt: skip
 
 
+def test_start_passes_the_addresses_of_events(monkeypatch):
+    disk = ("--disk-path", "/disk", "--disk-capacity", "100GiB")
+    addresses = ("--events-endpoint", "tcp://*:5557", "--events-replay-endpoint", "tcp://*:5558")
+    assert started_with(monkeypatch, *disk, *addresses) == {
+        "disk_path": "/disk", "disk_capacity": 100 << 30, "events_endpoint": "tcp://*:5557",
+        "events_replay_endpoint": "tcp://*:5558",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        (["--events-endpoint", "5557"], "events_endpoint: wanted an address like 'tcp://*:5557'"),
         (["--low-watermark", "0.2", "--high-watermark", "0.1"], "low_watermark, high_watermark: wanted both 0, or"),
         (["--disk-path", "/d"], "--disk-path and --disk-capacity: wanted both"),
         (["--disk-capacity", "1GiB"], "--disk-path and --disk-capacity: wanted both"),

@@ -4,7 +4,8 @@ import stat
 import pytest
 
 from kvstore import config
-from kvstore.config import StoreConfig, parse_bytes
+from kvstore.bounds import parse_bytes
+from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError
 
 DISK = {"disk_path": "/disk", "disk_capacity_bytes": 1 << 20}
@@ -119,6 +120,16 @@ def test_a_number_that_python_would_not_even_write_is_refused(setting):
         {"disk_write_bytes_per_day": -1},
         {"disk_sync": 1},
         {"disk_timeout_s": 0.0},
+        {"events_endpoint": 5557},
+        {"events_endpoint": "*:5557"},
+        {"events_endpoint": "tcp://*:65536"},
+        {"events_endpoint": "tcp://*"},
+        {"events_endpoint": "tcp://a b:5557"},
+        {"events_endpoint": "ipc://here"},
+        {"events_endpoint": "inproc://here"},
+        {"events_endpoint": "tcp://*:5557\n"},
+        {"events_replay_endpoint": "tcp://*:5558"},
+        {"events_endpoint": "tcp://*:5557", "events_replay_endpoint": "5558"},
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes):
@@ -208,13 +219,16 @@ OTHERS = {
     "low_watermark": 0.25,
     "high_watermark": 0.4,
     "metrics": False,
+    "events_endpoint": "tcp://*:5559",
+    "events_replay_endpoint": "tcp://*:5560",
 }
 WATERMARKS = {"low_watermark": 0.2, "high_watermark": 0.3}
+EVENTS = {"events_endpoint": "tcp://*:5557"}
 
 
 @pytest.mark.parametrize("field", StoreConfig.__dataclass_fields__)
 def test_every_setting_is_compared(field):
-    rest = (DISK if field.startswith("disk") else {}) | WATERMARKS
+    rest = (DISK if field.startswith("disk") else {}) | WATERMARKS | EVENTS
     one, other = StoreConfig(**rest), StoreConfig(**{**rest, field: OTHERS[field]})
     assert one.fingerprint != other.fingerprint
     assert one.differences(other) == f"{field}: wanted {getattr(one, field)!r}, runs with {OTHERS[field]!r}"

@@ -17,7 +17,7 @@ class Lookups:
         question.done = True
 
 
-def scheduler_side(save="prompt", **more):
+def scheduler_side(save="prompt", events=False, **more):
     """Make one of an engine with one worker, with a store that has nothing."""
     import kvstore
     from kvstore.integrations.vllm import options, stats
@@ -26,7 +26,7 @@ def scheduler_side(save="prompt", **more):
     shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
     made = scheduler.SchedulerSide(
         options.Options(save=options.SavePolicy(save)), SIZE, 1,
-        loads=True, produces=True, emits_events=False, stats=stats.Stats(), **more,
+        loads=True, produces=True, emits_events=events, stats=stats.Stats(), **more,
     )  # fmt: skip
     made.space, made.lookups, made.is_open = kvstore.Namespace(model="m", shape=shape), Lookups(), True
     made.saving = saving.Saving(made.space, SIZE, 1, save == "all", made.stats)

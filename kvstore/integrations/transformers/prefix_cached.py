@@ -14,8 +14,7 @@ import transformers
 from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 from kvstore.blocks.hashing import BlockHashes
-from kvstore.bounds import check_count, check_seconds
-from kvstore.config import parse_bytes
+from kvstore.bounds import check_count, check_seconds, parse_bytes
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
 from kvstore.integrations.transformers.cache.columns import Planes, keep_windows_only, new_cache, planes_of
 from kvstore.integrations.transformers.first_token import AfterFirstToken

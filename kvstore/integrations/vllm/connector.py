@@ -152,8 +152,8 @@ class RaykvConnector(KVConnectorBase_V1):
         return any(not tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
 
     def take_events(self) -> Iterable[Any]:
-        """Return KV cache events of blocks that came into the store since the last call."""
-        return self.scheduler_side.take_events()
+        """Return KV cache events of blocks that came into the store, or left it, since the last call."""
+        return self.scheduler_side.events.take()
 
     def reset_cache(self) -> bool:
         """Make all blocks of this engine's namespace a miss on every node, after weights changed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstore.api import connect
 from kvstore.blocks.hashing import Namespace
@@ -28,7 +28,7 @@ class StoreLink:
         options: where the store is.
         space: namespace of the blocks.
         part: the part of them that this half holds.
-        on_open: called with each new client before it is used.
+        on_open: each is called with each new client before that is used.
 
     Raises:
         StoreNotRunning: there is no store; the message says what to change.
@@ -40,7 +40,7 @@ class StoreLink:
         options: Options,
         space: Namespace,
         part: Part | None = None,
-        on_open: Callable[[Client], None] = lambda client: None,
+        on_open: Sequence[Callable[[Client], None]] = (),
     ) -> None:
         self._options, self._space, self._part, self._on_open = options, space, part, on_open
         self._lock = threading.Lock()
@@ -97,7 +97,8 @@ class StoreLink:
     def _open(self) -> Client:
         client = self._store.client(self._space, self._part, node_id=self._options.node_id)
         try:
-            self._on_open(client)
+            for step in self._on_open:
+                step(client)
         except BaseException:
             client.close()
             raise

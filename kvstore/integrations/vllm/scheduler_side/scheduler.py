@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.blocks.hashing import Namespace
+from kvstore.client.client import Client
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import Local, StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.scheduler_side.ending import Ending
-from kvstore.integrations.vllm.scheduler_side.events import stored_event
+from kvstore.integrations.vllm.scheduler_side.events import StoreEvents
 from kvstore.integrations.vllm.scheduler_side.handoffs import HandoffSide
 from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
 from kvstore.integrations.vllm.scheduler_side.lookups import Lookups, Question
@@ -66,7 +67,7 @@ class SchedulerSide:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
         self._loads, self._produces = loads, produces
         self._saves = produces and options.save is not SavePolicy.NONE
-        self._emits_events, self.stats, self._names_media = emits_events, stats, names_media
+        self.events, self.stats, self._names_media = StoreEvents(emits_events), stats, names_media
         #: Whether these are set: before that no request is tracked, nothing is loaded and nothing saved.
         self.is_open = False
         self.space: Namespace
@@ -83,7 +84,6 @@ class SchedulerSide:
         self.answered = threading.Event()
         #: Whether the engine's steps are launched by this process, on a GPU.
         self.is_launching = False
-        self._events: list[Any] = []
         #: Workers that have yet to drop saves of blocks computed before the cache was cleared.
         self._num_drops_open = 0
         self._clearing: threading.Thread | None = None
@@ -102,7 +102,7 @@ class SchedulerSide:
             self.handoffs.learn(hello.desks)
         self.ending.open([hello.copies.value for hello in found])
         self.is_launching = all(hello.is_on_gpu and hello.copies.value is not None for hello in found)
-        link = StoreLink(options, space, on_open=lambda client: client.map_presence())
+        link = StoreLink(options, space, on_open=(Client.map_presence, self.events.opened))
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
             self.lookups = Lookups(link, options, self.stats, self.answered)
@@ -111,6 +111,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """End the thread and close the client; may be called again."""
+        self.events.close()
         if self._clearing is not None:
             self._clearing.join(10.0)
         if self.is_open:
@@ -275,8 +276,8 @@ class SchedulerSide:
                 tracked.num_saved = min(tracked.num_saved, num_tokens // self.space.shape.block_size)
         for req_id, num_blocks in report.stored:
             tracked = self.tracked.get(req_id) or self.ending.requests.get(req_id)
-            if self._emits_events and tracked is not None and tracked.hashes is not None:
-                self._events.append(stored_event(self.space, tracked.request, tracked.hashes[:num_blocks]))
+            if tracked is not None and tracked.hashes is not None and tracked.may_tell:
+                self.events.stored(self.space, tracked.request, tracked.hashes[:num_blocks])
         for req_id in report.saves_ended.keys() | report.landing.keys():
             if tracked := self.tracked.get(req_id) or self.ending.requests.get(req_id):
                 tracked.num_saves_open -= report.saves_ended[req_id]
@@ -289,11 +290,6 @@ class SchedulerSide:
                 # A save that ran while the store was cleared may have stored blocks after that.
                 self._clearing = threading.Thread(target=self.link.clear, name="raykv-clear", daemon=True)
                 self._clearing.start()
-
-    def take_events(self) -> list[Any]:
-        """Return the events since the last call."""
-        events, self._events = self._events, []
-        return events
 
     def reset(self) -> bool:
         """Make all blocks of this namespace a miss on every node, after weights changed. Waits for the store.
@@ -311,9 +307,12 @@ class SchedulerSide:
                 self.next_plan.drop_saves, self._num_drops_open = True, self._num_workers
             is_loading = False
             for tracked in self.tracked.values():  # Their blocks were computed before the reset.
-                tracked.may_save = tracked.may_publish = False
+                tracked.may_save = tracked.may_publish = tracked.may_tell = False
                 tracked.question = None
                 is_loading = is_loading or tracked.is_loading
+            for tracked in self.ending.requests.values():
+                tracked.may_tell = False
+            self.events.cleared()
             is_clear = self.is_open and self.link.clear()
         return is_clear and not is_loading
 

@@ -31,6 +31,7 @@ class Tracked:
     may_load: bool = True
     may_save: bool = True
     may_publish: bool = False
+    may_tell: bool = True  # whether events name what its saves brought; not after a clearing
     priority: Priority = Priority.NORMAL  # of what is saved, for `priority_s`; and of its load
     priority_s: float | None = None
     arriving: Handover | None = None  # tickets that the request brought, not used yet

@@ -82,7 +82,7 @@ class Cache:
                 space.shape.block_size, space.shape.block_bytes, space.digest.hex()[:16],
             )  # fmt: skip
 
-        self.link = StoreLink(self._options, space, self._part, register)
+        self.link = StoreLink(self._options, space, self._part, (register,))
         self.space = space
 
     def client(self) -> Client | None:
