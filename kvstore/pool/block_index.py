@@ -91,9 +91,8 @@ class BlockIndex:
     block. `parent` is the hash of the block before this one in its chain, the namespace's digest at a root.
     `num_children` counts the blocks, ready or being written, that hang on a block: it is not evicted before them. For a
     parent that is not here its space counts them, until it comes. `depth` is the number of a block in its chain, as its
-    writer gave it; it is always above that of the block it hangs on. `claims` says with which others a slot was
-    claimed. `presence` counts the first blocks of chains, also those that are being written, `eviction` is told of
-    blocks without children.
+    writer gave it, above that of the block it hangs on. `claims` says with which others a slot was claimed. `presence`
+    counts first blocks of chains, also those being written, `eviction` is told of blocks without children.
     """
 
     def __init__(self, num_slots: int, presence: PresenceCounts, eviction: PriorityOrder) -> None:

@@ -31,7 +31,8 @@ class _Lease:
     generations: bytes
     #: Stamp of the lease's first touch; later touches have larger stamps.
     stamp: int
-    #: How many slots had no reader when another tier pinned them.
+    #: Whether it is another tier's, and how many slots had no reader when that pinned them.
+    is_lent: bool = False
     num_lent: int = 0
 
     @property
@@ -61,6 +62,8 @@ class LeaseTable(OwnedTable[_Lease]):
         self.num_soft_pins = 0
         #: Slots that other tiers have pinned, and how many of them the budget does not count.
         self._num_lent, self._most_lent = 0, max(1, table.num_slots // _LENT_SHARE)
+        #: All slots that other tiers have pinned, and the number of these pins of each.
+        self._lent: Counter[int] = Counter()
         #: When each lease and pin began, by kind and id, the oldest first.
         self._began_s: dict[PinKind, dict[int, float]] = {kind: {} for kind in PinKind}
 
@@ -136,7 +139,7 @@ class LeaseTable(OwnedTable[_Lease]):
         if self.of(victims.lease_id, owner) is None:
             return 0
         lease = self.pop(victims.lease_id)
-        self._num_lent -= lease.num_lent
+        self._no_longer_lent(lease)
         return self._table.end_victims(victims.slots, lease.slots, victims.touches)
 
     def _room_of_tiers(self) -> int:
@@ -147,9 +150,16 @@ class LeaseTable(OwnedTable[_Lease]):
         """Note that another tier has pinned slots, of which so many had no reader; return the id of its lease."""
         lease_id, lives = self.new_id(), self._table.columns.lives(listed)
         # No touch: to be copied to another tier is no use. So the time of the last one is not known here.
-        self.add(lease_id, _Lease(owner, math.inf, PinKind.LEASE, listed, lives, 0, num_idle))
+        lease = _Lease(owner, math.inf, PinKind.LEASE, listed, lives, 0, is_lent=True, num_lent=num_idle)
+        self.add(lease_id, lease)
         self._num_lent += num_idle
+        self._lent.update(listed)
         return lease_id
+
+    def _no_longer_lent(self, lease: _Lease) -> None:
+        if lease.is_lent:
+            self._num_lent -= lease.num_lent
+            self._lent -= Counter(lease.slots)
 
     def grow(
         self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float, retention: Retention = NORMAL
@@ -213,9 +223,12 @@ class LeaseTable(OwnedTable[_Lease]):
         table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
         columns, count = table.columns, len(found)
         if kind is not PinKind.SOFT:
-            # A client may pin what is lent, too, and have it afterwards: so much can the budget be exceeded.
-            num_pinned = columns.num_pinned - min(self._num_lent, self._most_lent)
-            count = _num_within(self._max_pinned - num_pinned, found, columns.ref_count.__getitem__)
+            # A client may pin what is lent, too, and have it afterwards: so much can the budget be exceeded. Where it
+            # is exceeded already, what only other tiers hold is no longer given; else clients could get all slots so.
+            room = self._max_pinned - columns.num_pinned + min(self._num_lent, self._most_lent)
+            held, lent = columns.ref_count.__getitem__, self._lent
+            is_exceeded = room < 0 and bool(lent)
+            count = _num_within(room, found, (lambda slot: held(slot) - lent[slot]) if is_exceeded else held)
         if kind is PinKind.HARD:
             count = _num_within(self._max_hard_pinned - len(self.hard_pins), found.part(0, count), self.hard_pins.get)
         slots = found.part(0, count)
@@ -234,7 +247,7 @@ class LeaseTable(OwnedTable[_Lease]):
     def end(self, lease_id: int) -> None:
         """Drop a lease that is held."""
         lease = self.pop(lease_id)
-        self._num_lent -= lease.num_lent
+        self._no_longer_lent(lease)
         if lease.kind is PinKind.SOFT:
             self.num_soft_pins -= 1
             living = self._table.columns.still_living(lease.slots, lease.generations)
@@ -257,6 +270,8 @@ class LeaseTable(OwnedTable[_Lease]):
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots)
         assert hard == self.hard_pins, "hard pins"
+        lent = Counter(slot for lease in self.held.values() if lease.is_lent for slot in lease.slots)
+        assert lent == self._lent, "slots pinned by other tiers"
         assert self._num_lent == sum(lease.num_lent for lease in self.held.values()), "slots lent to other tiers"
         began = {number: kind for kind, ids in self._began_s.items() for number in ids}
         assert began == {number: lease.kind for number, lease in self.held.items()}, "begins of leases"

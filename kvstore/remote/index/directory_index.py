@@ -175,7 +175,8 @@ class DirectoryIndex:
                 self._grow(num_new)
         if self._old is not None:
             self._old.remove(keys, had)  # A hash has its bits in one table.
-        self._table.add(keys, had | bits)
+        # As in `_move`: a pass that began before this table was made does not come to it.
+        self._table.add(keys, (had & ~self._words(self._leaving)) | bits)
 
     def _room(self) -> int:
         return self._table.room - (0 if self._old is None else self._old.num_live)

@@ -213,6 +213,24 @@ def test_a_client_that_pins_what_is_lent_exceeds_the_budget_by_no_more_than_that
     pool.release_owner("other")
 
 
+def test_a_client_that_pins_what_is_lent_again_and_again_gets_no_more_than_the_share(make):
+    pool, runs = make(64, max_pinned=8), [chain(2 * n + 1, 2 * n + 2) for n in range(32)]
+    for run in runs:
+        store(pool, run)
+    for _ in range(40):
+        victims = pool.hold_victims(64, "disk")
+        for run in runs:
+            grant = pool.pin_prefix(run, "reader", NEVER_S)
+            if not grant.num_blocks:
+                pool.release(grant.lease_id, "reader")
+        pool.evict_held(victims, "disk")
+        pool.check_integrity()
+    assert pool.stats().num_pinned <= 8 + 2
+    pool.release_owner("reader")
+    assert len(pool.hold_victims(64, "disk").slots) == 8, "nothing of the budget is lost"
+    pool.release_owner("disk")
+
+
 def test_only_the_owner_evicts_and_only_once(pool):
     fill(pool)
     victims = pool.hold_victims(2, "disk")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.remote.index.directory_index import SWEEP_PLACES, DirectoryIndex
+from kvstore.remote.index.hint_table import MAX_LOAD
 from poolcheck.chains import chain_of
 
 
@@ -187,6 +188,24 @@ def test_it_agrees_with_sets_while_tables_grow_move_and_are_swept():
     while index.is_sweeping:
         index.sweep()
     assert len(index) == len(set().union(*model.values()))
+
+
+def test_a_bit_that_is_swept_while_the_table_grows_is_clean_when_it_is_used_again():
+    index, hashes = DirectoryIndex(), [random.Random(n).randbytes(32) for n in range(200_000)]
+    common = hashes[:60_000]
+    index.add("a", common)
+    index.add("b", common)
+    while index.is_sweeping:
+        index.sweep()
+    num_free = int(num_places(index) * MAX_LOAD) - len(index)
+    index.forget("b")
+    assert index.is_sweeping
+    index.add("c", hashes[60_000:][: num_free - 10])
+    index.add("c", common + hashes[-20_000:])  # Names what was b's, and needs a larger table.
+    while index.is_sweeping:
+        index.sweep()
+    index.add("d", hashes[-1:])
+    assert [each for each in common if ("d", 1) in index.locate([each])] == []
 
 
 def test_hundreds_of_nodes_have_a_bit_each():
