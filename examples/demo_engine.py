@@ -11,6 +11,7 @@ depends on the tokens up to it alone, also that of an answer, and of drafts that
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -22,9 +23,18 @@ from demo_models import Reference, answer_from_nothing, build_model, digest_of, 
 from demo_prompts import BLOCK_SIZE
 
 import kvstore
-from kvstore.integrations.transformers.paged import BroughtTokens, PagedKVCache, PagedRunner, PagedStore, PagedTicket
-from kvstore.integrations.transformers.paged.store import wait_saved
+from kvstore.errors import StoreUnavailable, TransferError
+from kvstore.integrations.transformers.paged import (
+    BroughtTokens,
+    PagedKVCache,
+    PagedRunner,
+    PagedStore,
+    PagedTicket,
+    wait_saved,
+)
 from kvstore.paged.request import PagedRequest
+
+logger = logging.getLogger(__name__)
 
 PIECE_TOKENS = 128
 """Of a prompt, computed and saved at once: as long as layers with a window keep it."""
@@ -114,7 +124,7 @@ class Engine:
             align_tokens=options.block_size,
             step_tokens=options.step_tokens,
         )
-        self.runner = PagedRunner(self.model, self.cache)
+        self.runner = PagedRunner(self.cache)
         self.revision = digest_of(self.model)
         self.store = None
         if store is not None:
@@ -171,10 +181,8 @@ class Engine:
                 self.cache.copy(copies)
                 answer.num_copied_tokens = request.complete_copy()
             answer.num_engine_tokens = request.num_tokens
-            if ticket is not None and self.store is not None:
-                answer.brought = self.store.fetch(request, prompt, ticket)
-            elif self.store is not None and not is_handoff:
-                answer.brought = self.store.load(request, prompt)
+            if self.store is not None and (ticket is not None or not is_handoff):
+                answer.brought = self._bring(request, prompt, ticket)
             request.insert(prompt, min(request.num_tokens, len(prompt)))
             logits = self._compute(request, prompt, saves=not is_handoff)
             answer.tokens.append(int(logits[-1].argmax()))
@@ -189,6 +197,15 @@ class Engine:
             request.release()
         answer.tokens = answer.tokens[:num_tokens]
         return answer
+
+    def _bring(self, request: PagedRequest, prompt: list[int], ticket: PagedTicket | None) -> BroughtTokens:
+        """Bring what the store or a hand-off has; a store that is lost costs hits, not requests."""
+        assert self.store is not None
+        try:
+            return self.store.load(request, prompt) if ticket is None else self.store.fetch(request, prompt, ticket)
+        except (StoreUnavailable, TransferError) as error:
+            logger.warning("nothing is loaded: %s", error)
+            return BroughtTokens(num_tokens=0)
 
     def _compute(self, request: PagedRequest, prompt: list[int], saves: bool) -> torch.Tensor:
         """Compute what is left of the prompt; returns the last token's logits."""
@@ -237,8 +254,11 @@ class Engine:
         num_computed = request.num_tokens
         request.insert(tokens, num_computed)
         if saves and self.store is not None:
-            for _ in wait_saved(self.store.save(request, tokens, num_computed)):
-                pass
+            try:
+                for _ in wait_saved(self.store.save(request, tokens, num_computed)):
+                    pass
+            except (StoreUnavailable, TransferError) as error:
+                logger.warning("nothing is saved: %s", error)
         request.trim_windows(num_computed)
 
     def _equals(self, request: PagedRequest, reference: Reference, num_tokens: int) -> bool:

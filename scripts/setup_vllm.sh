@@ -19,6 +19,8 @@ if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/pytho
 fi
 
 say "setting up $venv with Python $version (about 4 GB, some minutes)"
+# A link leads to the environment of another checkout, which stays as it is.
+[ ! -L "$venv" ] || rm -f "$venv"
 rm -f "$venv/.raykv-stamp"
 if ! usable_venv "$venv" "$version"; then
     step "virtual environment" make_venv "$python" "$venv"

@@ -41,7 +41,7 @@ class PagedRequest:
         self._copy: PendingCopy | None = None
         self._first_pages = [0] * len(sequences)
         self._num_copied_until = 0  # Tokens up to the end of the last copy, a prepared one, too.
-        self._is_step_whole = False
+        self._has_step = self._is_step_whole = False
         self._is_released = False
         self.num_cached_tokens = self.num_tokens
         """Leading tokens that need no computing, because the cache had them: `skip_prefix_tokens` of a load."""
@@ -50,6 +50,11 @@ class PagedRequest:
     def num_tokens(self) -> int:
         """Return the tokens that have slots, without those of an incomplete step."""
         return self._sequences[0].num_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Return the tokens that have slots, also those of an incomplete step."""
+        return self.num_tokens + self._sequences[0].num_step_tokens
 
     @property
     def is_released(self) -> bool:
@@ -104,7 +109,7 @@ class PagedRequest:
         page_size = self._tree.page_size
         firsts = [group.first_page(end, page_size) if only_windows else 0 for group in self._tree.groups]
         self._make_room(num_tokens, firsts)
-        self._is_step_whole = only_windows and bool(self._tree.windows)
+        self._has_step, self._is_step_whole = True, only_windows and bool(self._tree.windows)
         steps = zip(self._sequences, firsts, strict=True)
         return tuple(sequence.prepare_step(int(num_tokens), first) for sequence, first in steps)
 
@@ -112,15 +117,18 @@ class PagedRequest:
         """Keep the first tokens of the prepared step, and give back what only the others needed.
 
         Raises:
-            InvalidRequest: more than were reserved, a part of a step with `only_windows`, or the request was released;
-                nothing was changed.
+            InvalidRequest: no step was prepared, more than were reserved, a part of a step with `only_windows`, or the
+                request was released; nothing was changed.
         """
         self._check("complete_step")
+        if not self._has_step:
+            raise InvalidRequest("complete_step: wanted a prepared step, got none; call prepare_step first")
         most = self._sequences[0].num_step_tokens
         if check_count("complete_step", "num_accepted", num_accepted, most) not in (0, most) and self._is_step_whole:
             raise InvalidRequest(f"complete_step: wanted 0 or all {most} tokens of this step, got {num_accepted}")
         if num_accepted and self._is_step_whole:
             self._drop_unfilled(num_accepted)
+        self._has_step = False
         for sequence in self._sequences:
             sequence.complete_step(num_accepted)
 

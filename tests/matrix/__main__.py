@@ -47,7 +47,7 @@ def show(outcomes: list[Outcome]) -> None:
 
 @click.command(help=__doc__)
 @click.option("--pairwise", "is_pairwise", is_flag=True, help="Only cases in which every two values meet once.")
-@click.option("--match", default="", help="Only cases whose description has this text.")
+@click.option("--match", default="", help="Only cases whose line has this text, such as 'llama, pages of 16'.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 def main(is_pairwise: bool, match: str, device: str, as_json: bool) -> None:

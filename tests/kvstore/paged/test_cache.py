@@ -584,3 +584,14 @@ def test_a_page_of_the_tree_that_somebody_shares_is_not_given_away():
 def test_one_group_that_is_not_in_a_list_is_refused():
     with pytest.raises(ConfigError, match="at least one PageGroup"):
         PagedPrefixCache(4, 4, PageGroup())
+
+
+def test_a_step_is_prepared_before_it_is_completed():
+    request = PagedPrefixCache(4, 8).acquire([1, 2, 3])
+    with pytest.raises(InvalidRequest, match="prepare_step"):
+        request.complete_step(0)
+    request.prepare_step(0)
+    request.complete_step(0)
+    with pytest.raises(InvalidRequest, match="prepare_step"):
+        request.complete_step(0)
+    request.release()

@@ -6,6 +6,6 @@ pages from a store or a hand-off, and saves them. An engine of these three is in
 
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.integrations.transformers.paged.runner import PagedRunner
-from kvstore.integrations.transformers.paged.store import BroughtTokens, PagedStore, PagedTicket
+from kvstore.integrations.transformers.paged.store import BroughtTokens, PagedStore, PagedTicket, wait_saved
 
-__all__ = ["BroughtTokens", "PagedKVCache", "PagedRunner", "PagedStore", "PagedTicket"]
+__all__ = ["BroughtTokens", "PagedKVCache", "PagedRunner", "PagedStore", "PagedTicket", "wait_saved"]

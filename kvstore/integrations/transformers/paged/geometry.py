@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvstore.blocks.shape import KVShape
-from kvstore.errors import UnsupportedModel
+from kvstore.errors import InvalidRequest, UnsupportedModel
 from kvstore.integrations.transformers.identity import check_mode, check_supported
+from kvstore.integrations.transformers.probe import can_pad
 
 SUPPORTED = "supported are dense decoder-only models of layers with full attention or with a sliding window"
 
@@ -53,9 +54,11 @@ def read_groups(model: Any) -> tuple[tuple[LayerGroup, ...], torch.device]:
 
     Raises:
         UnsupportedModel: a layer keeps something else than K and V of full or sliding attention, layers of one kind
-            differ in shape, KV depends on later tokens, or the model has experts.
-        InvalidRequest: the model is in training mode, or autocast is on.
+            differ in shape, KV depends on more than the tokens before it, or the model has experts.
+        InvalidRequest: this is no model with `generate`, it is in training mode, or autocast is on.
     """
+    if not isinstance(model, GenerationMixin):
+        raise InvalidRequest(f"model: wanted a transformers model with generate, got a {type(model).__name__}")
     check_supported(model)
     check_mode(model)
     for name, module in model.named_modules():
@@ -81,7 +84,9 @@ def read_groups(model: Any) -> tuple[tuple[LayerGroup, ...], torch.device]:
         raise UnsupportedModel(f"wanted a cache with layers, got none from {type(model).__name__}; {SUPPORTED}")
     # Layers that see all tokens first: their pages are the whole of a request.
     groups = [_group(model, cache, window, found[window]) for window in sorted(found, key=lambda window: window or -1)]
-    return tuple(groups), cache.layers[0].keys.device
+    device = cache.layers[0].keys.device
+    can_pad(model, device)  # It refuses models whose KV depends on more than the tokens before it; nothing is padded.
+    return tuple(groups), device
 
 
 def _group(model: Any, cache: DynamicCache, window: int | None, layers: list[int]) -> LayerGroup:

@@ -23,7 +23,7 @@ class PagedKVCache:
     """Hold the KV of a model in pages. Letters of dims: the legend in kvstore.engine.layout; a page is a block B.
 
     Args:
-        model: a decoder model in eval mode; it is run once on one token.
+        model: a decoder model in eval mode; it is tried out on a few tokens.
         page_size: tokens of a page, 1 .. 256.
         num_pages: pages of the layers that see all tokens.
         num_window_pages: pages of the layers of each window; None for `num_pages`. A request needs those of its window
@@ -34,7 +34,8 @@ class PagedKVCache:
 
     Raises:
         UnsupportedModel: the KV of the model has no pages; the message says what is supported.
-        InvalidRequest: the model is in training mode, autocast is on, or step_tokens is out of range.
+        InvalidRequest: this is no model with `generate`, it is in training mode, autocast is on, or step_tokens is out
+            of range.
         ConfigError: a size is out of range, or align_tokens does not fit.
     """
 
@@ -48,6 +49,7 @@ class PagedKVCache:
         align_tokens: int = 1,
         step_tokens: int = 16,
     ) -> None:
+        self.model = model
         self.step_tokens = check_count("step_tokens", step_tokens, 1, _MAX_STEP_TOKENS)
         self.layer_groups, self.device = read_groups(model)
         windows = [group.window_tokens for group in self.layer_groups]

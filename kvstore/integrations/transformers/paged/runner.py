@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,12 +40,11 @@ class PagedRunner:
     or an answer. torch must use one thread, or be deterministic.
 
     Args:
-        model: the model of the cache, in eval mode.
-        cache: its pages.
+        cache: the pages, and their model.
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache) -> None:
-        self._model, self._cache = model, cache
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._model, self._cache = cache.model, cache
         self._run_index = _index_runner(cache.device)
 
     def run(self, request: PagedRequest, tokens: Sequence[int], num_known: int, num_logits: int = 1) -> Tensor:
@@ -66,6 +64,11 @@ class PagedRunner:
                 computed.
         """
         num_tokens, size = len(tokens), self._cache.step_tokens
+        if request.num_slots < num_tokens:
+            raise InvalidRequest(
+                f"run: wanted a request with slots for {num_tokens} tokens, got {request.num_slots}; call extend first, "
+                "and release afterwards"
+            )
         if not 0 <= num_known <= num_tokens or not 1 <= num_logits <= num_tokens:
             raise InvalidRequest(
                 f"run: wanted num_known in [0, {num_tokens}] and num_logits in [1, {num_tokens}], got {num_known} and "

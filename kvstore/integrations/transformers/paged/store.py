@@ -13,10 +13,10 @@ import numpy as np
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.ticket import HandoffTicket
-from kvstore.client.client import Client
 from kvstore.client.job import Job
-from kvstore.client.results import LoadResult, SaveResult
+from kvstore.client.results import LoadResult, MissReason, SaveResult
 from kvstore.errors import ChainBroken, InvalidRequest, NamespaceMismatch, PoolExhausted
+from kvstore.integrations.transformers.paged.clients import GroupClients
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.paged.request import PagedRequest
 
@@ -66,7 +66,8 @@ class PagedStore:
 
     Layers with a window have a namespace and a client of their own, because of them only the window is read. Caches on
     another kind of device, or with steps of another size, share nothing: their KV differs in rounding. Calls must come
-    from the thread of the cache. After `close` the pages stay as they are.
+    from the thread of the cache. If the store is lost, a call raises, and the next one tries to reach the new store of
+    this node. After `close` the pages stay as they are.
 
     Args:
         store: as `kvstore.start` or `kvstore.connect` returns it.
@@ -102,19 +103,11 @@ class PagedStore:
             for group in cache.layer_groups
         )
         """The namespace of each group's blocks."""
-        self._clients: list[Client] = []
-        try:
-            for space, tensors in zip(self.spaces, cache.tensors, strict=True):
-                self._clients.append(store.client(space))
-                self._clients[-1].register_kv_caches(list(tensors), "PBTHD")
-        except BaseException:
-            self.close()
-            raise
+        self._clients = GroupClients(store, cache, self.spaces)
 
     def attach_handoff(self, staging: str | int, peers: Sequence[str] = ()) -> None:
         """Send hand-offs from GPU to GPU where that is faster; see `Client.attach_handoff`."""
-        for client in self._clients:
-            client.attach_handoff(staging, peers)
+        self._clients.attach_handoff(staging, peers)
 
     def load(self, request: PagedRequest, tokens: Sequence[int]) -> BroughtTokens:
         """Bring the stored blocks of a prompt behind what the request has.
@@ -130,31 +123,32 @@ class PagedStore:
             StoreUnavailable, TransferError: the store does not answer; the request was not changed.
         """
         chains = self._chains(tokens)
-        found = min(client.lookup(chain).num_blocks for client, chain in zip(self._clients, chains, strict=True))
-        results: tuple[LoadResult, ...] = ()
-        while found * self.block_size > request.num_tokens:
-            before, target = request.num_tokens, found * self.block_size
-            try:
-                request.prepare_step(target - before, only_windows=True)
-            except PoolExhausted:
-                break  # Others need the pages: what has no room is computed, piece by piece.
-            num_accepted = 0
-            try:
-                runs = [self._run(request, group, before, target) for group in range(len(chains))]
-                results = self._wait(
-                    [
-                        partial(client.load, chain[run.first : run.stop], run.pages, run.skip_tokens)
-                        for run, client, chain in zip(runs, self._clients, chains, strict=True)
-                    ]
-                )
-                found = min(run.first + result.num_blocks for run, result in zip(runs, results, strict=True))
-                usable = max(0, found * self.block_size - before)
-                num_accepted = usable if usable == target - before or not self._has_windows else 0
-            finally:
-                request.complete_step(num_accepted)
-            if num_accepted or usable == 0:
-                return BroughtTokens(num_tokens=num_accepted, results=results)
-        return BroughtTokens(num_tokens=0, results=results)
+        with self._clients.opened() as clients:
+            found = min(client.lookup(chain).num_blocks for client, chain in zip(clients, chains, strict=True))
+            results: tuple[LoadResult, ...] = ()
+            while found * self.block_size > request.num_tokens:
+                before, target = request.num_tokens, found * self.block_size
+                try:
+                    request.prepare_step(target - before, only_windows=True)
+                except PoolExhausted:
+                    break  # Others need the pages: what has no room is computed, piece by piece.
+                num_accepted = 0
+                try:
+                    runs = [self._run(request, group, before, target) for group in range(len(chains))]
+                    results = self._wait(
+                        [
+                            partial(client.load, chain[run.first : run.stop], run.pages, run.skip_tokens)
+                            for run, client, chain in zip(runs, clients, chains, strict=True)
+                        ]
+                    )
+                    found = min(run.first + result.num_blocks for run, result in zip(runs, results, strict=True))
+                    usable = max(0, found * self.block_size - before)
+                    num_accepted = usable if usable == target - before or not self._has_windows else 0
+                finally:
+                    request.complete_step(num_accepted)
+                if num_accepted or usable == 0:
+                    return BroughtTokens(num_tokens=num_accepted, results=results)
+            return BroughtTokens(num_tokens=0, results=results)
 
     def save(
         self, request: PagedRequest, tokens: Sequence[int], num_computed_tokens: int
@@ -174,12 +168,12 @@ class PagedStore:
         Raises:
             StoreUnavailable, KVStoreError: as for `Client.save`; no job runs on.
         """
-        with contextlib.ExitStack() as undo:
+        with self._clients.opened() as clients, contextlib.ExitStack() as undo:
             jobs = []
             for group, chain in enumerate(self._chains(tokens[:num_computed_tokens])):
                 run = self._run(request, group, 0, len(chain) * self.block_size)
                 if run.first < run.stop:
-                    jobs.append(self._clients[group].save(chain[run.first : run.stop], run.pages))
+                    jobs.append(clients[group].save(chain[run.first : run.stop], run.pages))
                     undo.callback(_end, jobs[-1])
             undo.pop_all()
         return tuple(jobs)
@@ -203,16 +197,17 @@ class PagedStore:
             return None
         last_hash = self._last_hash(tokens, num_tokens)
         first_tokens, tickets = [], list[HandoffTicket]()
-        try:
-            for group, client in enumerate(self._clients):
-                run = self._run(request, group, 0, num_tokens, only_window=True)
-                first_tokens.append(run.first * self.block_size)
-                ticket = client.prepare_ticket(run.stop - run.first)
-                tickets.append(client.publish(run.pages, ticket=ticket))
-        except BaseException:
-            for client, ticket in zip(self._clients, tickets, strict=False):
-                client.withdraw(ticket)
-            raise
+        with self._clients.opened() as clients:
+            try:
+                for group, client in enumerate(clients):
+                    run = self._run(request, group, 0, num_tokens, only_window=True)
+                    first_tokens.append(run.first * self.block_size)
+                    ticket = client.prepare_ticket(run.stop - run.first)
+                    tickets.append(client.publish(run.pages, ticket=ticket))
+            except BaseException:
+                for client, ticket in zip(clients, tickets, strict=False):
+                    client.withdraw(ticket)
+                raise
         return PagedTicket(
             num_tokens=num_tokens,
             last_hash=last_hash,
@@ -234,9 +229,9 @@ class PagedStore:
             NamespaceMismatch, KVStoreError: as for `Client.fetch`; the request was not changed.
         """
         size = self._cache.page_size
-        if len(ticket.tickets) != len(self._clients) or any(first % size for first in ticket.first_tokens):
+        if len(ticket.tickets) != len(self.spaces) or any(first % size for first in ticket.first_tokens):
             raise InvalidRequest(
-                f"fetch: wanted a ticket of {len(self._clients)} groups that begin at pages of {size} tokens, got one "
+                f"fetch: wanted a ticket of {len(self.spaces)} groups that begin at pages of {size} tokens, got one "
                 f"of {len(ticket.tickets)} that begin at tokens {list(ticket.first_tokens)}; take one page size on "
                 "both sides for models with windows"
             )
@@ -247,31 +242,34 @@ class PagedStore:
             raise InvalidRequest(f"fetch: wanted a ticket of this prompt, got one of {target} other tokens")
         if target <= before:
             return BroughtTokens(num_tokens=0)
-        request.prepare_step(target - before, only_windows=True)
-        num_accepted = 0
-        try:
-            jobs: list[Callable[[], Job[Any]]] = []
-            for group, (client, first) in enumerate(zip(self._clients, ticket.first_tokens, strict=True)):
-                needed = max(before, self._window(group, target))
-                if first > needed:
-                    raise InvalidRequest(f"fetch: wanted a ticket from token {needed} on, got one from {first}")
-                pages = request.pages(group)[first // size : -(-target // size)]
-                jobs.append(partial(client.fetch, ticket.tickets[group], pages.tolist(), max(0, before - first)))
-            results = self._wait(jobs)
-            if all(result.num_blocks == part.num_blocks for result, part in zip(results, ticket.tickets, strict=True)):
-                num_accepted = target - before
-        finally:
-            request.complete_step(num_accepted)
+        with self._clients.opened() as clients:
+            request.prepare_step(target - before, only_windows=True)
+            num_accepted = 0
+            try:
+                jobs: list[Callable[[], Job[Any]]] = []
+                for group, (client, first) in enumerate(zip(clients, ticket.first_tokens, strict=True)):
+                    needed = max(before, self._window(group, target))
+                    if first > needed:
+                        raise InvalidRequest(f"fetch: wanted a ticket from token {needed} on, got one from {first}")
+                    pages = request.pages(group)[first // size : -(-target // size)]
+                    jobs.append(partial(client.fetch, ticket.tickets[group], pages.tolist(), max(0, before - first)))
+                results = self._wait(jobs)
+                if all(
+                    result.num_blocks == part.num_blocks for result, part in zip(results, ticket.tickets, strict=True)
+                ):
+                    num_accepted = target - before
+            finally:
+                request.complete_step(num_accepted)
         return BroughtTokens(num_tokens=num_accepted, results=results)
 
     def withdraw(self, ticket: PagedTicket) -> bool:
         """Drop what this worker published for a ticket that will not be fetched; returns whether it was still held."""
-        return any([client.withdraw(part) for client, part in zip(self._clients, ticket.tickets, strict=True)])
+        with self._clients.opened() as clients:
+            return any([client.withdraw(part) for client, part in zip(clients, ticket.tickets, strict=True)])
 
     def close(self) -> None:
         """Give everything back to the store; may be called again."""
-        for client in self._clients:
-            client.close()
+        self._clients.close()
 
     @property
     def _has_windows(self) -> bool:
@@ -317,7 +315,10 @@ class PagedStore:
             for each in begin:
                 jobs.append(each())
                 undo.callback(_end, jobs[-1])
-            return tuple(job.result(None) for job in jobs)
+            results = tuple(job.result(None) for job in jobs)
+        if any(failure.reason is MissReason.STORE_LOST for result in results for failure in result.failed):
+            self._clients.drop()
+        return results
 
 
 def wait_saved(jobs: Sequence[Job[SaveResult]]) -> Iterator[SaveResult | None]:

@@ -25,7 +25,7 @@ class Small:
         for tensors in self.cache.tensors:
             for tensor in tensors:
                 tensor.fill_(torch.nan)  # What is read before it is written shows itself.
-        self.runner = PagedRunner(model, self.cache)
+        self.runner = PagedRunner(self.cache)
         self.store = None if store is None else PagedStore(store, self.cache, model="m", revision="1")
         self.index = self.cache.index
 

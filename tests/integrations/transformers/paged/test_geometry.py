@@ -61,6 +61,18 @@ def test_a_model_in_training_mode_is_refused(build_once):
         model.eval()
 
 
+def test_a_window_of_the_config_that_the_masks_do_not_have_is_refused():
+    config = transformers.LlamaConfig(**TINY, sliding_window=24)
+    with pytest.raises(UnsupportedModel, match="masks have none"):
+        PagedKVCache(transformers.LlamaForCausalLM(config).eval())
+
+
+def test_what_is_no_model_with_generate_is_refused(build_once):
+    for wrong in ("llama", build_once("full").model):
+        with pytest.raises(InvalidRequest, match="generate"):
+            PagedKVCache(wrong)
+
+
 def test_an_encoder_decoder_is_refused():
     config = transformers.T5Config(
         vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0

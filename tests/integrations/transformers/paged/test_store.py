@@ -9,7 +9,7 @@ import random
 import pytest
 
 from kvstore.client.client import Client
-from kvstore.errors import InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted
+from kvstore.errors import InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted, StoreUnavailable
 from kvstore.integrations.transformers.paged import PagedStore
 from kvstore.integrations.transformers.paged.store import wait_saved
 from tests.integrations.transformers.paged.conftest import Small
@@ -405,3 +405,26 @@ def test_a_store_that_has_ended_is_a_typed_error_and_leaves_the_request(small, s
     assert request.num_tokens == 0
     request.release()
     writer.index.check_integrity()
+
+
+def test_after_the_store_was_lost_the_next_calls_use_the_new_one(small, stores):
+    engine, cluster = small("both", stores["a"]), stores["a"].cluster
+    engine.fill(PROMPT)
+    engine.forget()
+    cluster.stop_node("a")
+    request = engine.index.acquire(PROMPT)
+    for _ in range(2):
+        try:
+            assert engine.store.load(request, PROMPT).num_tokens == 0
+        except KVStoreError:
+            continue
+    request.release()
+    cluster.add("a", capacity_bytes=4 << 20, block_bytes=1 << 15)
+    engine.fill(PROMPT)
+    engine.forget()
+    request = engine.index.acquire(PROMPT)
+    assert engine.store.load(request, PROMPT).num_tokens == 144
+    request.release()
+    engine.store.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        engine.store.load(request, PROMPT)

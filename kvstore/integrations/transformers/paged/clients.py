@@ -1,0 +1,83 @@
+"""The clients of all groups of layers, opened again after the store was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvstore.blocks.hashing import Namespace
+from kvstore.client.client import Client
+from kvstore.errors import PeerLost, StoreUnavailable
+from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
+
+_CLOSE_S = 1.0
+
+
+class GroupClients:
+    """A client for each group. Not for several threads.
+
+    Args:
+        store: opens clients.
+        cache: whose tensors they register.
+        spaces: the namespace of each group.
+
+    Raises:
+        LayoutMismatch, StoreUnavailable, KVStoreError: as for `Client.register_kv_caches`; nothing stays open.
+    """
+
+    def __init__(self, store: Any, cache: PagedKVCache, spaces: Sequence[Namespace]) -> None:
+        self._store, self._cache, self._spaces = store, cache, spaces
+        self._stage: tuple[str | int, tuple[str, ...]] | None = None
+        self._clients: list[Client] = []
+        self._is_closed = False
+        self._open()
+
+    @contextmanager
+    def opened(self) -> Iterator[list[Client]]:
+        """Yield the clients; if the store is lost meanwhile, the next call opens new ones.
+
+        Raises:
+            StoreUnavailable: there is no store, or `close` was called.
+        """
+        if self._is_closed:
+            raise StoreUnavailable("wanted an open PagedStore, got a closed one; make a new one")
+        if not self._clients:
+            self._open()
+        try:
+            yield self._clients
+        except (StoreUnavailable, PeerLost):
+            self.drop()
+            raise
+
+    def attach_handoff(self, staging: str | int, peers: Sequence[str]) -> None:
+        """Send hand-offs from GPU to GPU, also those of clients that are opened later."""
+        with self.opened() as clients:
+            for client in clients:
+                client.attach_handoff(staging, peers)
+        self._stage = staging, tuple(peers)
+
+    def drop(self) -> None:
+        """Give up the clients: their store has ended."""
+        clients, self._clients = self._clients, []
+        for client in clients:
+            client.close(_CLOSE_S)
+
+    def close(self) -> None:
+        """Give everything back; may be called again."""
+        self._is_closed = True
+        clients, self._clients = self._clients, []
+        for client in clients:
+            client.close()
+
+    def _open(self) -> None:
+        try:
+            for space, tensors in zip(self._spaces, self._cache.tensors, strict=True):
+                self._clients.append(self._store.client(space))
+                self._clients[-1].register_kv_caches(list(tensors), "PBTHD")
+            if self._stage is not None:
+                for client in self._clients:
+                    client.attach_handoff(*self._stage)
+        except BaseException:
+            self.drop()
+            raise
