@@ -17,8 +17,11 @@ SWEEP_PLACES = 1 << 15
 MAX_ENTRIES = 100_000_000
 _GROWTH = 2
 _ALL = 1 << 62
-#: Places of the old table that are moved for each key that comes.
+#: Places of the old table that are moved for each key that comes, at least.
 _MOVED_PER_KEY = 8
+#: A table is followed by one of at least this share of its places. Else a small one would be full before it has all
+#: entries of a large one, and one call would have to move the rest.
+_LEAST_SHARE = 8
 
 
 @dataclass(slots=True)
@@ -158,7 +161,9 @@ class DirectoryIndex:
         return HintTable(num_places, self._num_words, self._secret)
 
     def _add(self, keys: U64, bits: U64) -> None:
-        self._move(_MOVED_PER_KEY * len(keys))
+        if self._old is not None:
+            num_left = self._old.num_places - self._num_moved
+            self._move(len(keys) * max(_MOVED_PER_KEY, num_left // max(1, self._room()) + 1))
         had = self._table.bits(keys)
         if self._old is not None:
             had |= self._old.bits(keys)
@@ -182,8 +187,11 @@ class DirectoryIndex:
         return self._table.room - (0 if self._old is None else self._old.num_live)
 
     def _grow(self, num_keys: int) -> None:
-        """Begin to move all entries into a new table, twice as large as they need; places without holder are left."""
-        num_places = MIN_PLACES
+        """Begin to move all entries into a new table, at least twice as large as they need.
+
+        Places without holder are left.
+        """
+        num_places = max(MIN_PLACES, self._table.num_places // _LEAST_SHARE)
         while num_places < _GROWTH * (self._table.num_live + num_keys):
             num_places *= 2
         self._old, self._table, self._num_moved = self._table, self._make_table(num_places), 0

@@ -19,6 +19,8 @@ MIN_PLACES = 1 << 10
 #: Of all places; above that, probes get long.
 MAX_LOAD = 0.7
 _EMPTY = np.uint64(0)
+#: Bits of half a key, and the odd numbers of splitmix64.
+_HALF, _MIXERS = np.uint64(32), (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def keys_of(packed: bytes) -> U64:
@@ -104,7 +106,11 @@ class HintTable:
 
     def _start(self, keys: U64) -> tuple[Places, Places]:
         """Return the first place of each key, and the way from one place to the next."""
+        # A product alone would keep keys at equal distances at equal distances: all their ways would meet somewhere.
         mixed = keys * self._secret
+        for mixer in _MIXERS:
+            mixed = (mixed ^ (mixed >> _HALF)) * mixer
+        mixed ^= mixed >> _HALF
         return (mixed >> self._shift).astype(np.int64), (mixed & np.uint64(0xFFFFFFFF)).astype(np.int64) | 1
 
     def _find(self, keys: U64) -> Places:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.remote.index.directory_index import SWEEP_PLACES, DirectoryIndex
-from kvstore.remote.index.hint_table import MAX_LOAD
+from kvstore.remote.index.hint_table import MAX_LOAD, HintTable
 from poolcheck.chains import chain_of
 
 
@@ -191,7 +191,8 @@ def test_it_agrees_with_sets_while_tables_grow_move_and_are_swept():
 
 
 def test_a_bit_that_is_swept_while_the_table_grows_is_clean_when_it_is_used_again():
-    index, hashes = DirectoryIndex(), [random.Random(n).randbytes(32) for n in range(200_000)]
+    index, rng = DirectoryIndex(), random.Random(5)
+    hashes = [rng.randbytes(32) for _ in range(200_000)]
     common = hashes[:60_000]
     index.add("a", common)
     index.add("b", common)
@@ -205,7 +206,32 @@ def test_a_bit_that_is_swept_while_the_table_grows_is_clean_when_it_is_used_agai
     while index.is_sweeping:
         index.sweep()
     index.add("d", hashes[-1:])
-    assert [each for each in common if ("d", 1) in index.locate([each])] == []
+    assert [each for each in common[::50] if ("d", 1) in index.locate([each])] == []
+
+
+def test_no_call_moves_much_of_a_table_that_is_nearly_empty(monkeypatch):
+    index, moved, entries = DirectoryIndex(), Counter(), HintTable.entries
+
+    def count(table, start, stop):
+        moved[step] += stop - start
+        return entries(table, start, stop)
+
+    index.add("large", random.Random(1).randbytes(32 * 100_000))
+    while index.is_sweeping:
+        index.sweep()
+    index.forget("large")
+    while index.is_sweeping:
+        index.sweep()
+    num_old = num_places(index)
+    monkeypatch.setattr(HintTable, "entries", count)
+    for step in range(1000):
+        hashes = random.Random(step).randbytes(32 * 200)
+        index.add("small", hashes)
+        index.remove("small", hashes)
+        if sum(moved.values()) >= num_old:
+            break
+    assert sum(moved.values()) >= num_old, "the old table was moved"
+    assert max(moved.values()) <= num_old // 16
 
 
 def test_hundreds_of_nodes_have_a_bit_each():
