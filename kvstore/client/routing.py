@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks.shape import KVShape
-from kvstore.bounds import check_count, check_text
+from kvstore.bounds import check_count, check_text, clip
 from kvstore.errors import InvalidRequest
 
 _MOST_TOKENS = 1 << 40
@@ -99,21 +99,31 @@ def rank_nodes(
     """
     count = check_count("num_tokens", num_tokens, 1, _MOST_TOKENS)
     speeds = (prefill_tokens_per_s, fetch_bytes_per_s, decode_tokens)
-    if not all(isinstance(each, int | float) and 0 <= each < float("inf") for each in speeds) or not speeds[0]:
+    if not all(isinstance(each, int | float) and 0 <= each <= _MOST_TOKENS for each in speeds) or not speeds[0]:
         raise InvalidRequest(
             "rank_nodes: wanted prefill_tokens_per_s above 0, fetch_bytes_per_s and decode_tokens of at least 0, got "
             f"{prefill_tokens_per_s!r}, {fetch_bytes_per_s!r} and {decode_tokens!r}"
         )
-    held, block_size = dict(prefixes), shape.block_size
+    block_size = shape.block_size
+    held = {
+        check_text("prefixes", node): min(check_count("prefixes", blocks, 0, _MOST_TOKENS), count // block_size)
+        for node, blocks in prefixes
+    }
     longest = max(held.values(), default=0)
     ranks = list[NodeRank]()
     for load in loads:
+        if not isinstance(load, NodeLoad):
+            raise InvalidRequest(f"rank_nodes: wanted a NodeLoad for each node, got {clip(load)}")
         own = held.get(load.node_id, 0)
-        fetched = longest - own
-        fetch_s = fetched * shape.block_bytes / fetch_bytes_per_s if fetched and fetch_bytes_per_s else 0.0
-        if fetched and (not fetch_bytes_per_s or fetch_s > fetched * block_size / prefill_tokens_per_s):
+        compute_s = _compute_s(count, own * block_size, prefill_tokens_per_s)
+        fetched, fetch_s = longest - own, 0.0
+        if fetched and fetch_bytes_per_s:
+            fetch_s = fetched * shape.block_bytes / fetch_bytes_per_s
+            less_s = _compute_s(count, longest * block_size, prefill_tokens_per_s)
+        if not fetch_s or fetch_s + less_s >= compute_s:
             fetched, fetch_s = 0, 0.0
-        num_computed = max(1, count - (own + fetched) * block_size)
+        else:
+            compute_s = less_s
         waiting = load.num_waiting_tokens + load.num_running * decode_tokens
         ranks.append(
             NodeRank(
@@ -122,9 +132,14 @@ def rank_nodes(
                 num_fetched=fetched,
                 wait_s=waiting / prefill_tokens_per_s,
                 fetch_s=fetch_s,
-                compute_s=num_computed / prefill_tokens_per_s,
+                compute_s=compute_s,
             )
         )
     if len({rank.node_id for rank in ranks}) != len(ranks):
         raise InvalidRequest("rank_nodes: wanted every node once in loads, got one twice")
     return sorted(ranks, key=lambda rank: rank.seconds)
+
+
+def _compute_s(num_tokens: int, num_known: int, tokens_per_s: float) -> float:
+    """Return the time to compute a prompt behind known tokens; the last one is always computed."""
+    return max(1, num_tokens - num_known) / tokens_per_s

@@ -87,7 +87,8 @@ class DirectoryIndex:
         """Note that a node holds blocks."""
         with self._lock:
             bits = self._words(self._holder(node_id, life).bit)
-            keys = np.unique(_keys(hashes))
+            keys, first = np.unique(_keys(hashes), return_index=True)
+            keys = keys[np.argsort(first)]  # As they came: what has no room is the end of a chain.
             for start in range(0, len(keys), SWEEP_PLACES):
                 self._add(keys[start : start + SWEEP_PLACES], bits)
 
@@ -217,7 +218,11 @@ class DirectoryIndex:
     def _holder(self, node_id: str, life: int) -> _Holder:
         holder = self._holders.get((node_id, life))
         if holder is None:
-            bit = ~self._used_bits & (self._used_bits + 1)  # The lowest that is free.
+            bit = self._free_bit()
+            # Bits of forgotten lives come back before a table gets wider for good, as when a node flaps.
+            while self._leaving and bit.bit_length() > 64 * self._num_words:
+                self.sweep()
+                bit = self._free_bit()
             holder = self._holders[node_id, life] = self._by_bit[bit] = _Holder(node_id, bit)
             self._used_bits |= bit
             self._live_bits |= bit
@@ -226,6 +231,9 @@ class DirectoryIndex:
                 for table in self._tables():
                     table.widen(self._num_words)
         return holder
+
+    def _free_bit(self) -> int:
+        return ~self._used_bits & (self._used_bits + 1)
 
     def _words(self, bits: int) -> U64:
         """Return bits as [words, 1]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvstore import KVShape
@@ -80,7 +82,32 @@ def test_numbers_out_of_range_are_refused(changes):
         rank([], load("a"), **changes)
 
 
+@pytest.mark.parametrize("prefixes", [[("a", -1)], [("a", 1.5)], [("a", "3")], [(3, 1)]])
+def test_wrong_prefixes_are_refused(prefixes):
+    with pytest.raises(InvalidRequest, match="prefixes"):
+        rank(prefixes, load("a"))
+
+
+def test_what_is_longer_than_the_prompt_is_not_fetched():
+    (only,) = rank([("b", 100)], load("a"), num_tokens=40)
+    assert only.num_fetched == 2
+
+
+def test_no_node_takes_longer_than_without_a_fetch():
+    rng = random.Random(1)
+    for _ in range(300):
+        prefixes = [(name, rng.randrange(12)) for name in "abc"]
+        speeds = {"prefill_tokens_per_s": rng.uniform(1, 1e4), "fetch_bytes_per_s": rng.uniform(0, 1e7)}
+        loads, num_tokens = [load(name) for name in "abcd"], rng.randrange(1, 200)
+        without = rank(prefixes, *loads, num_tokens=num_tokens, **speeds | {"fetch_bytes_per_s": 0})
+        alone = {each.node_id: each.seconds for each in without}
+        ranks = rank(prefixes, *loads, num_tokens=num_tokens, **speeds)
+        assert all(each.seconds <= alone[each.node_id] for each in ranks)
+
+
 def test_wrong_loads_are_refused():
+    with pytest.raises(InvalidRequest, match="NodeLoad"):
+        rank([], "a")
     with pytest.raises(InvalidRequest, match="twice"):
         rank([], load("a"), load("a"))
     for bad in ({"node_id": 3}, {"node_id": "a", "num_running": -1}, {"node_id": "a", "num_waiting_tokens": 1.5}):

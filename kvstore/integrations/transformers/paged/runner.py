@@ -66,8 +66,8 @@ class PagedRunner:
         num_tokens, size = len(tokens), self._cache.step_tokens
         if request.num_slots < num_tokens:
             raise InvalidRequest(
-                f"run: wanted a request with slots for {num_tokens} tokens, got {request.num_slots}; call extend first, "
-                "and release afterwards"
+                f"run: wanted a request with slots for {num_tokens} tokens, got {request.num_slots}; call extend "
+                "first, and release afterwards"
             )
         if not 0 <= num_known <= num_tokens or not 1 <= num_logits <= num_tokens:
             raise InvalidRequest(

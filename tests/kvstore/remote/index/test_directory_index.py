@@ -262,3 +262,22 @@ def test_an_entry_takes_at_most_64_bytes():
         index.add("a", random.Random(n).randbytes(32 * 5000))
         if not index.is_sweeping:
             assert index.num_bytes <= 64 * len(index)
+
+
+def test_a_node_that_flaps_does_not_make_the_table_wider():
+    index, hashes = DirectoryIndex(), [i.to_bytes(32, "little") for i in range(3 * SWEEP_PLACES)]
+    index.add("a", hashes)
+    while index.is_sweeping:
+        index.sweep()
+    before = index.num_bytes
+    for life in range(1, 200):
+        index.add("b", hashes[:1], life)
+        index.forget("b", life)
+    assert index.num_bytes == before
+    assert index.locate(hashes) == [("a", len(hashes))]
+
+
+def test_of_a_chain_that_has_no_room_the_end_is_left_out():
+    index, hashes = DirectoryIndex(max_entries=50), [random.Random(n).randbytes(32) for n in range(100)]
+    index.add("a", hashes)
+    assert index.locate(hashes) == [("a", 50)]
