@@ -15,7 +15,6 @@ from kvstore.errors import LeaseReleased, PoolExhausted
 from kvstore.pool.owners import OwnedTable
 from kvstore.pool.slot_lists import SlotList, join
 from kvstore.pool.slots import SlotTable
-from kvstore.runtime import clock
 
 #: One of so many slots is lent to another tier beside the budget of pins. It must be able to copy blocks that are about
 #: to be evicted, however much its clients pin.
@@ -51,9 +50,10 @@ class LeaseTable(OwnedTable[_Lease]):
         epoch: bytes,
         new_id: Callable[[], int],
         on_used: Callable[[bytes, list[int], bool], None] | None,
+        now_s: Callable[[], float],
     ) -> None:
         super().__init__()
-        self._on_used = on_used
+        self._on_used, self._now_s = on_used, now_s
         self._table, self._epoch, self.new_id = table, epoch, new_id
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         #: Slots with a hard pin, and the number of hard pins of each.
@@ -70,7 +70,7 @@ class LeaseTable(OwnedTable[_Lease]):
     def add(self, number: int, entry: _Lease) -> None:
         """Add a lease or pin under a new id."""
         super().add(number, entry)
-        self._began_s[entry.kind][number] = clock.now_s()
+        self._began_s[entry.kind][number] = self._now_s()
 
     def pop(self, number: int) -> _Lease:
         """Remove a lease or pin and return it."""

@@ -62,7 +62,7 @@ class Pool:
             that is a use of them, as for `EvictionPolicy.touched`.
         eviction: chooses what goes when the pool is full, for as many slots, and for no other pool; the least recently
             used when None.
-        now_s: the clock by which the priorities of blocks end, in seconds.
+        now_s: the clock by which the priorities of blocks end, and ages of leases are told, in seconds.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Pool:
         new_id = count_from(secrets.randbits(48) + 1).__next__
         most = num_slots if max_pinned is None else max_pinned
         hard = most // 2 if max_hard_pinned is None else max_hard_pinned
-        self.leases = LeaseTable(self.table, most, hard, self.epoch, new_id, on_used)
+        self.leases = LeaseTable(self.table, most, hard, self.epoch, new_id, on_used, now_s)
         self._clears = ClearCounts() if clears is None else clears
         self.writes = WriteTable(
             self.table, self.epoch, new_id, self.watches.settled, self._clears, on_published, on_used

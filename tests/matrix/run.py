@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -146,9 +147,18 @@ class Fleet:
     def _make_room(self, case: Case, decoders: list[Any]) -> None:
         """Evict the pages of all engines, and with a small memory also its blocks: then they are on disk alone."""
         if case.tiers == "disk":
+            self._wait_written(self._stores["disk"])
             filler = [random.Random(self._num_cases).randrange(4096) for _ in range(NUM_FILLER_TOKENS)]
             self._get(decoders[0].do.remote("serve", filler, 0), timeout=CALL_S)
         self._get([decoder.do.remote("forget") for decoder in decoders], timeout=CALL_S)
+
+    def _wait_written(self, store: Any) -> None:
+        """Wait until all blocks of a store are on disk: what is evicted before its turn comes is lost."""
+        deadline_s = time.monotonic() + CALL_S
+        while any(node["disk"]["num_queued"] for node in store.stats()["nodes"].values()):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"blocks are still to be written after {CALL_S:g} s")
+            time.sleep(0.05)
 
     def _count(self, outcome: Outcome, prompt: list[int], row: dict[str, Any]) -> None:
         outcome.num_requests += 1

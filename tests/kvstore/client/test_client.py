@@ -519,9 +519,9 @@ def test_an_abandoned_load_gives_its_pins_back_at_once(cluster, wait_until, monk
     worker.save(hashes, range(3))
     answer, gate = load_service.send_piece, Gate(lambda: None)
 
-    def late(*args):
+    def late(*args, **more):
         gate()
-        answer(*args)
+        answer(*args, **more)
 
     monkeypatch.setattr(load_service, "send_piece", late)
     job = worker.client.load(hashes, [5, 6, 7])
