@@ -44,7 +44,8 @@ class DirectoryIndex:
     A node may have several lives here at once: an announcement under way beside the one before it, or a store that
     falsely uses a node's id beside the real one. No life changes the entries of another.
     A forgotten life is not found any more; its bits are removed in steps, and a table that is full is moved to a larger
-    one in steps, so that no call takes long. Hashes may be given as a list, or as bytes back to back.
+    one in steps. A call takes longer only while a new table's memory is touched for the first time, or where 64 more
+    lives come than there is room for. Hashes may be given as a list, or as bytes back to back.
 
     Args:
         max_entries: blocks that are noted at most.
