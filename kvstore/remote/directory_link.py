@@ -85,6 +85,8 @@ class Hints:
         self._pending = self._stopping = self.is_away = False
         self._publisher: ControlClient | None = None
         self.asker: ControlClient | None = None
+        #: Those that are open, which `stop` closes, also one that a caller has just made and not noted yet.
+        self._connections: list[ControlClient] = []
         self._ask_lock = threading.Lock()
         #: The directory knew no other node. When another appears, it closes the connection on which it said so.
         self._is_only = False
@@ -220,12 +222,17 @@ class Hints:
         if self.thread.is_alive():
             self.thread.join(2.0)
         self._solitude.end()
-        for client in (self._publisher, self.asker):
-            if client is not None:
-                client.close()
+        for client in self._connections:
+            client.close()
 
     def _connect(self) -> ControlClient:
-        return self._resolve().connect(Role.STORE, self._node_id, self._epoch, self._owner_key, self._timeout_s)
+        client = self._resolve().connect(Role.STORE, self._node_id, self._epoch, self._owner_key, self._timeout_s)
+        with self._condition:
+            if not self._stopping:
+                self._connections = [*(other for other in self._connections if not other.closed), client]
+                return client
+        client.close()
+        raise PeerLost("this store is stopping; it asks its directory nothing any more")
 
     def _run(self) -> None:
         guard = Guard(logger, "hints: a round of publishing")

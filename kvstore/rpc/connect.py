@@ -12,7 +12,7 @@ import msgspec
 
 from kvstore.blocks.codec import decode_object, encode_object
 from kvstore.bounds import clip
-from kvstore.errors import ConfigError, KVStoreError, PeerLost, ProtocolError, StoreNotRunning, StoreUnavailable
+from kvstore.errors import ConfigError, PeerLost, ProtocolError, StoreNotRunning, StoreUnavailable
 from kvstore.rpc.channel import prepare_remote, set_timeout
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.framing import RECEIVE_BYTES, SOCKET_BUFFER_BYTES, Decoder, Flag, Message, Op, packets_of, unpack_error
@@ -139,13 +139,13 @@ def connect_remote(host: str, port: int, hello: dict[str, Any], *, timeout_s: fl
         sock = socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:
         raise PeerLost(f"{host}:{port} does not answer: {error}") from error
-    sock.settimeout(None)
-    _prepare(sock, timeout_s)
-    prepare_remote(sock)
     client = ControlClient(sock, f"peer at {host}:{port}")
     try:
+        sock.settimeout(None)
+        _prepare(sock, timeout_s)
+        prepare_remote(sock)
         client.hello = decode_object(client.call(Op.HELLO, encode_object(hello), timeout_s=timeout_s))
-    except KVStoreError:
+    except BaseException:
         client.close()
         raise
     return client

@@ -304,3 +304,31 @@ def test_of_what_a_directory_answers_no_node_has_more_than_was_asked_for_and_few
     nodes, only = directory_link._located(encode(found), 3)
     assert nodes[:3] == [("much", 3), ("less", 2), ("n0", 1)]
     assert (len(nodes), only) == (directory_link._MAX_NODES - 1, "only")
+
+
+def test_a_connection_that_is_made_while_the_link_stops_is_closed(hints_of, wait_until):
+    """It would stay open as long as anything knows it: the one that asked for it may keep it for long."""
+    made, may_go_on = [], threading.Event()
+
+    class Slow(PeerAddress):
+        def connect(self, *args):
+            made.append(super().connect(*args))
+            assert may_go_on.wait(5.0)
+            return made[-1]
+
+    directory = DirectoryServer("127.0.0.1")
+    address = directory.address()
+    hints = hints_of(lambda: Slow(address.host, address.port, address.token))
+    asking = threading.Thread(target=hints.locate, args=(chain_of("ab"),))
+    try:
+        asking.start()
+        wait_until(lambda: made)
+        hints.stop()
+        may_go_on.set()
+        asking.join(5.0)
+        assert not asking.is_alive()
+        assert made[0].closed
+        assert hints.asker is None
+    finally:
+        may_go_on.set()
+        directory.stop()
