@@ -30,6 +30,7 @@ def _environment(world: str) -> dict[str, str]:
         "RAY_DEDUP_LOGS": "0",
         "RAY_prestart_worker_first_driver": "0",  # workers for tasks, of which there are none
         "RAY_worker_niceness": "0",  # Ray's 15 would have stores and movers wait for every other process of the machine
+        "REPORTER_UPDATE_INTERVAL_MS": "60000",  # Ray's figures of each process, which take a part of a processor
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # tomorrow's default; otherwise ray.init warns
         "NIXL_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",  # torch's threads spin while they wait for work, here beside other processes

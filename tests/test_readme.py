@@ -56,6 +56,11 @@ def test_its_make_targets_exist(repo_root):
     assert {"demo", "test"} <= named <= targets
 
 
+def test_make_demo_is_the_example_that_the_tests_run(repo_root):
+    said = subprocess.run(["make", "-n", "demo"], cwd=repo_root, capture_output=True, text=True, timeout=20, check=True)
+    assert said.stdout.splitlines()[-1].split() == [".venv/bin/python", "examples/prefill_decode.py"]
+
+
 def anchors_of(page):
     """What GitHub calls the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)

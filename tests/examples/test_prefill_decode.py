@@ -63,12 +63,20 @@ def check_handed_off(result, route):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_all_requests_are_identical_to_a_run_without_a_store_by_hand_offs_and_then_by_the_store(run_example):
+def test_all_requests_are_identical_to_a_run_without_a_store_by_hand_offs_and_then_by_the_store(
+    run_example, demo, capsys
+):
     """Hand-offs come first: had they stored anything, the store's hits would not be those of a new one."""
     handed_off, stored = run_demo(run_example, "--both", "--new-tokens", "4")
     assert (handed_off["handoff"], stored["handoff"]) == (True, False)
     check_handed_off(handed_off, "host")
     check_stored(stored)
+    for result in (handed_off, stored):
+        demo.show(result)
+        shown = capsys.readouterr().out
+        num_requests = result["summary"]["num_requests"]
+        assert f"{num_requests} of {num_requests} requests identical" in shown
+        assert all(row["request"] in shown for row in result["rows"])
 
 
 @pytest.mark.ray
