@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 #: During a READ between stages the control thread stays awake: waking it for each chunk costs a tenth of the chunk.
 _AWAKE_S = 1e-3
+_ABANDONED = "abandoned: the client left before the blocks were read"
 
 
 class RemoteFetch:
@@ -180,6 +181,9 @@ class RemoteFetch:
             self._context.adopt_version(self._request.namespace, found.namespace_version)
         if found.reason:
             return found.reason
+        if self._client_left:
+            self._claim.give_back(found.claim_id, used=False)  # A READ would use the ticket.
+            return _ABANDONED
         if landing.lane is not None and not found.slab:
             landing.leave_stage()
         landing.reserve(is_claimed=True)

@@ -14,7 +14,8 @@ from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.handoff.messages import PeerClaimed
 from kvstore.handoff.records import NOT_READY
 from kvstore.handoff.source_claim import SourceClaim
-from kvstore.rpc.handoff_messages import FetchRequest
+from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import End, FetchRequest, decode_end
 from kvstore.runtime import clock
 from kvstore.runtime.silence import Silence
 from tests.kvstore.handed_off import fetch, reason, same
@@ -250,6 +251,13 @@ class Connection:
         answer, self.answer = self.answer, None
         return answer
 
+    @property
+    def number(self):
+        return self.num_asked
+
+    def say(self, op, payload):
+        self.said.append((op, decode_end(payload)))
+
     def close(self):
         self.said.append("question closed")
 
@@ -322,7 +330,8 @@ def test_an_answer_that_does_not_come_is_given_up_and_its_connection(asked):
     assert asked.told == []
     asked.claim.tick(clock.now_s() + 3.0)
     assert [type(told) for told in asked.told] == [TransferTimeout]
-    assert (asked.watched, asked.connection.said) == ({}, ["question closed"])
+    given_up = (Op.PEER_CLAIM_END, End(1, used=False))
+    assert (asked.watched, asked.connection.said) == ({}, [given_up, "question closed"])
     asked.connection.answer = answer()
     asked.claim.look()
     asked.claim.tick(clock.now_s() + 9.0)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
 from kvstore.errors import TransferTimeout
 from kvstore.handoff.source_claim import SourceClaim
 from kvstore.node.handoff_peers import HandoffPeers
 from kvstore.remote.peers import PeerAddress
-from kvstore.rpc.handoff_messages import FetchRequest
+from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import End, FetchRequest
 from tests.kvstore.handed_off import fetch, is_empty, reason
 
 #: A whole call's time. Fetches here have less, and no question of a fetch has less than a second.
@@ -130,20 +134,76 @@ def test_a_node_that_answers_no_claim_for_most_of_a_calls_time_is_left_alone(clu
     assert missed(target, ticket) is MissReason.PEER_LOST
 
 
-def test_a_failed_fetch_gives_its_claim_back_in_a_moment_or_not_at_all(nodes, silent, given_s):
-    """Its client hears of the failure after that."""
-    source, target, peers = nodes
-    ticket = source.publish(range(3))
-    peer = peers.get("a")
-    connection = peers.take_spare(peer)
+def asked_claim(nodes, ticket, connection, then=lambda found: None):
+    """A claim whose question was sent on this connection, and whose answer nobody looks for."""
+    _, target, peers = nodes
     request = FetchRequest(
         key=ticket.key, namespace=ticket.namespace, epoch=ticket.epoch, node_id="a", num_blocks=3, ttl_s=5.0,
         timeout_s=0.3, from_slab=0, slab=0, generation=0, is_early=False,
     )  # fmt: skip
-    server = SimpleNamespace(watch=lambda *_: None)
+    server = SimpleNamespace(watch=lambda *_: None, unwatch=lambda *_: None)
     context = SimpleNamespace(config=target.client.config, peers=peers, server=server)
-    claim = SourceClaim(context, request, ticket.block_bytes, 0, 0.0, lambda found: None, lambda: True)
-    claim.ask(peer, connection, to_host=True)
+    claim = SourceClaim(context, request, ticket.block_bytes, 0, 0.0, then, lambda: True)
+    claim.ask(peers.get("a"), connection, to_host=True)
+    return claim
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Stores that hang at a claim, until the event that this returns is set."""
+    goes_on, answer = threading.Event(), HandoffPeers._claim_there
+
+    def hang(*args):
+        assert goes_on.wait(20)
+        return answer(*args)
+
+    monkeypatch.setattr(HandoffPeers, "_claim_there", hang)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_publisher_that_goes_on_keeps_no_claim_of_a_fetch_that_gave_up(cluster, nodes, stopped, wait_until):
+    """Else the same reader would hear for the time of a lease that the ticket is used."""
+    source, target, _ = nodes
+    ticket, other = source.publish(range(3)), source.publish(range(3))
+    assert missed(target, ticket) is MissReason.TIMEOUT
+    stopped.set()
+    table = cluster.nodes["a"].control.handoffs.table
+    assert fetch(target, other, range(3)).num_peer == 3
+    wait_until(lambda: not table.claims)
+    assert fetch(target, ticket, range(3)).num_peer == 3
+    wait_until(lambda: is_empty(cluster.nodes["a"]))
+
+
+def test_a_question_that_is_given_up_takes_no_other_claim_of_its_connection_back(cluster, nodes, wait_until):
+    """A claim outlives its fetch where its READ was given up: the next question on the connection is another one's."""
+    source, _, peers = nodes
+    connection, heard, table = peers.take_spare(peers.get("a")), [], cluster.nodes["a"].control.handoffs.table
+    claim = asked_claim(nodes, source.publish(range(3)), connection, heard.append)
+    wait_until(lambda: heard or claim.look())
+    question = connection.channel.request
+    connection.call(Op.PEER_CLAIM_END, encode(End(question + 1, used=False)), timeout_s=5.0)
+    assert list(table.claims) == [heard[0].claim_id]
+    connection.call(Op.PEER_CLAIM_END, encode(End(heard[0].claim_id, used=True)), timeout_s=5.0)
+    assert is_empty(cluster.nodes["a"])
+    connection.close()
+
+
+def test_a_connection_that_waits_in_vain_is_closed_before_its_fetch_hears_of_it(nodes, monkeypatch):
+    """Else the fetch gives it back as a spare one, and the next load finds it closed."""
+    monkeypatch.setattr(HandoffPeers, "_claim_there", lambda *_: True)
+    source, _, peers = nodes
+    connection, heard = peers.take_spare(peers.get("a")), []
+    claim = asked_claim(nodes, source.publish(range(3)), connection, lambda found: heard.append(connection.closed))
+    claim.tick(math.inf)
+    assert heard == [True]
+
+
+def test_a_failed_fetch_gives_its_claim_back_in_a_moment_or_not_at_all(nodes, silent, given_s):
+    """Its client hears of the failure after that."""
+    source, _, peers = nodes
+    peer = peers.get("a")
+    claim = asked_claim(nodes, source.publish(range(3)), peers.take_spare(peer))
     claim.close()
     peer.address = silent
     del given_s[:]
