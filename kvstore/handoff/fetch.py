@@ -62,7 +62,7 @@ class RemoteFetch:
         self._node_id, self._block_bytes = request.node_id, block_bytes
         self._version = context.version_of(request.namespace)
         self._deadline_s = clock.now_s() + request.timeout_s
-        self._landing = Landing(context, request, f"handoff-fetch-{fetch_id}")
+        self._landing = Landing(context, request, f"handoff-fetch-{fetch_id}", self._deadline_s)
         self._claim = SourceClaim(
             context, request, block_bytes, self._version, self._deadline_s, self._heard, lambda: not self._client_left
         )

@@ -14,8 +14,10 @@ from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
 from kvstore.errors import TransferTimeout
 from kvstore.handoff.source_claim import SourceClaim
+from kvstore.handoff.waiting import WaitingClaims
 from kvstore.node.handoff_peers import HandoffPeers
 from kvstore.remote.peers import PeerAddress
+from kvstore.rpc.connection import Role
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import End, FetchRequest
 from tests.kvstore.handed_off import fetch, is_empty, reason
@@ -36,9 +38,10 @@ def given_s(monkeypatch):
     """The time that each new connection to a peer was given."""
     times, connect = [], PeerAddress.connect
 
-    def look(address, *args):
-        times.append(args[-1])
-        return connect(address, *args)
+    def look(address, role, *args):
+        if role is Role.PEER:  # Meanwhile the stores connect to their directory.
+            times.append(args[-1])
+        return connect(address, role, *args)
 
     monkeypatch.setattr(PeerAddress, "connect", look)
     return times
@@ -151,13 +154,13 @@ def asked_claim(nodes, ticket, connection, then=lambda found: None):
 @pytest.fixture
 def stopped(monkeypatch):
     """Stores that hang at a claim, until the event that this returns is set."""
-    goes_on, answer = threading.Event(), HandoffPeers._claim_there
+    goes_on, serve = threading.Event(), WaitingClaims.serve
 
     def hang(*args):
         assert goes_on.wait(20)
-        return answer(*args)
+        serve(*args)
 
-    monkeypatch.setattr(HandoffPeers, "_claim_there", hang)
+    monkeypatch.setattr(WaitingClaims, "serve", hang)
     yield goes_on
     goes_on.set()
 
