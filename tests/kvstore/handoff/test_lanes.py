@@ -5,6 +5,8 @@ import re
 import pytest
 
 from kvstore.client.results import MissReason
+from kvstore.errors import TransferTimeout
+from kvstore.handoff.lanes import StageLanes
 from tests.kvstore.handed_off import Held, fetch, reason, same
 from tests.kvstore.handoff.host_stages import nothing_held
 
@@ -41,6 +43,21 @@ def test_a_lane_on_which_short_fetches_wait_in_vain_for_most_of_a_reads_limit_ha
     assert "the lane between the GPUs failed" in result.note
     held.go.set()
     nothing_held(cluster, wait_until)
+
+
+def test_to_ask_for_a_lane_takes_the_time_of_its_fetch(pair, monkeypatch):
+    source, target = pair
+    given_s, ticket = [], source.client.publish(range(4))
+
+    def no_answer(lanes, peer, slab, stage, timeout_s, until_s):
+        given_s.append(timeout_s)
+        raise TransferTimeout("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageLanes, "find", no_answer)
+        assert reason(fetch(target, ticket, range(4), timeout_s=0.05)) is MissReason.TIMEOUT
+    assert given_s == [1.0]
+    assert fetch(target, ticket, range(4)).num_blocks == 4
 
 
 def test_who_waits_for_another_ones_measurement_does_so_for_its_own_time(cluster, pair, held, wait_until):

@@ -16,7 +16,7 @@ from kvstore.errors import TransferTimeout
 from kvstore.handoff.source_claim import SourceClaim
 from kvstore.handoff.waiting import WaitingClaims
 from kvstore.node.handoff_peers import HandoffPeers
-from kvstore.remote.peers import PeerAddress
+from kvstore.remote.peers import Peer, PeerAddress
 from kvstore.rpc.connection import Role
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import End, FetchRequest
@@ -108,6 +108,22 @@ def test_to_look_for_a_later_life_of_a_silent_store_takes_the_time_of_its_fetch(
     monkeypatch.setattr(peers, "resolve", lambda node_id, within_s: silent)
     assert missed(target, ticket) is MissReason.TIMEOUT
     assert given_s == [1.0]
+
+
+def test_a_publisher_that_does_not_describe_its_memory_has_the_time_of_the_fetch_and_its_claim_back(nodes, monkeypatch):
+    source, target, peers = nodes
+    ticket, given_s = source.publish(range(3)), []
+
+    def no_answer(peer, generation, timeout_s):
+        given_s.append(timeout_s)
+        raise TransferTimeout("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Peer, "transport", no_answer)
+        assert missed(target, ticket) is MissReason.TIMEOUT
+    assert given_s == [1.0]
+    assert peers.is_usable("a"), "it had little time to answer"
+    assert fetch(target, ticket, range(3)).num_peer == 3
 
 
 def test_a_claim_without_an_answer_is_silence_and_no_failure_yet(cluster, nodes, monkeypatch, wait_until):
