@@ -13,6 +13,7 @@ import pytest
 from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
 from kvstore.errors import TransferTimeout
+from kvstore.handoff.messages import PeerClaim
 from kvstore.handoff.source_claim import SourceClaim
 from kvstore.handoff.waiting import WaitingClaims
 from kvstore.node.handoff_peers import HandoffPeers
@@ -192,6 +193,22 @@ def test_a_publisher_that_goes_on_keeps_no_claim_of_a_fetch_that_gave_up(cluster
     wait_until(lambda: not table.claims)
     assert fetch(target, ticket, range(3)).num_peer == 3
     wait_until(lambda: is_empty(cluster.nodes["a"]))
+
+
+def test_a_question_that_is_given_up_while_its_blocks_are_awaited_waits_no_more(cluster, nodes, wait_until):
+    source, _, peers = nodes
+    ticket, waiting = source.prepare_ticket(3), cluster.nodes["a"].control.handoffs.waiting
+    wanted = PeerClaim(
+        key=ticket.key, namespace=ticket.namespace, num_blocks=3, block_bytes=ticket.block_bytes, slot_format=1,
+        namespace_version=0, ttl_s=5.0, wait_s=60.0, to_host=True, is_early=True,
+    )  # fmt: skip
+    connection = peers.take_spare(peers.get("a"))
+    question = connection.ask(Op.PEER_CLAIM, encode(wanted))
+    wait_until(lambda: len(waiting) == 1)
+    question.say(Op.PEER_CLAIM_END, encode(End(question.number, used=False)))
+    wait_until(lambda: len(waiting) == 0)
+    question.close()
+    connection.close()
 
 
 def test_a_question_that_is_given_up_takes_no_other_claim_of_its_connection_back(cluster, nodes, wait_until):
