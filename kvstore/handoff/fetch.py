@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 #: During a READ between stages the control thread stays awake: waking it for each chunk costs a tenth of the chunk.
 _AWAKE_S = 1e-3
+_ABANDONED = "abandoned: the client left before the blocks were read"
 
 
 class RemoteFetch:
@@ -61,7 +62,7 @@ class RemoteFetch:
         self._node_id, self._block_bytes = request.node_id, block_bytes
         self._version = context.version_of(request.namespace)
         self._deadline_s = clock.now_s() + request.timeout_s
-        self._landing = Landing(context, request, f"handoff-fetch-{fetch_id}")
+        self._landing = Landing(context, request, f"handoff-fetch-{fetch_id}", self._deadline_s)
         self._claim = SourceClaim(
             context, request, block_bytes, self._version, self._deadline_s, self._heard, lambda: not self._client_left
         )
@@ -180,6 +181,9 @@ class RemoteFetch:
             self._context.adopt_version(self._request.namespace, found.namespace_version)
         if found.reason:
             return found.reason
+        if self._client_left:
+            self._claim.give_back(found.claim_id, used=False)  # A READ would use the ticket.
+            return _ABANDONED
         if landing.lane is not None and not found.slab:
             landing.leave_stage()
         landing.reserve(is_claimed=True)

@@ -31,10 +31,11 @@ class Landing:
         context: of this node.
         request: of the client.
         owner: of the slots.
+        deadline_s: of the fetch.
     """
 
-    def __init__(self, context: FetchContext, request: FetchRequest, owner: str) -> None:
-        self._context, self._request, self._owner = context, request, owner
+    def __init__(self, context: FetchContext, request: FetchRequest, owner: str, deadline_s: float) -> None:
+        self._context, self._request, self._owner, self._deadline_s = context, request, owner, deadline_s
         self.lane: StageLane | None = None
         #: Why the blocks go through host memory although their publisher has them in a stage.
         self.why_host = ""
@@ -69,7 +70,7 @@ class Landing:
             return True
         lane = lanes.known(peer, request.from_slab, stage)
         if lane is None and timeout_s is not None:
-            lane = lanes.find(peer, request.from_slab, stage, timeout_s)
+            lane = lanes.find(peer, request.from_slab, stage, timeout_s, self._deadline_s)
         if lane is None:
             return False
         self.why_host = lane.why_not
@@ -140,7 +141,8 @@ class Landing:
             return peer.transport(claimed.mover_generation, timeout_s)
         if lane.generation != claimed.mover_generation:
             # The lane was remembered from an earlier life of the peer's mover.
-            lane = self._context.lanes.find(peer, request.from_slab, self._stage(), timeout_s)
+            lanes, stage = self._context.lanes, self._stage()
+            lane = lanes.find(peer, request.from_slab, stage, timeout_s, self._deadline_s)
         if (claimed.slab, claimed.mover_generation) != (request.from_slab, lane.generation) or lane.why_not:
             raise PeerLost(f"the mover of node {peer.node_id} was replaced meanwhile; the blocks went with it")
         return lane.name, lane.description

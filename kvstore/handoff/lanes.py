@@ -12,13 +12,15 @@ import math
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.blocks.codec import encode
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, TransferError
+from kvstore.errors import KVStoreError, TransferError, TransferTimeout
 from kvstore.handoff.stages import WARM_BYTES, Stage
 from kvstore.mover.link import MoverLink
 from kvstore.mover.transport import PeerDescription, ReadRequest
@@ -28,6 +30,7 @@ from kvstore.remote.peers import Peer
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import Soon
 from kvstore.runtime import clock
+from kvstore.runtime.silence import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,10 @@ _LEAST_GB_PER_S = 3.0
 _RETRY_S = 10.0
 #: Time limit of one short READ; the first one has to connect.
 _READ_WITHIN_S = 10.0
+#: The READs of a fetch with little time have at least this long together.
+_LEAST_S = 1.0
+#: A lane has failed when READs timed out for this share of one READ's limit. Less may be the short time of one fetch.
+_SILENT_SHARE = 0.75
 
 _Key = tuple[str, bytes, int, int, int]
 
@@ -71,6 +78,17 @@ def _is_beside(known: _Key, key: _Key) -> bool:
     return known[-1] == key[-1] and (known[0] != key[0] or known[1] == key[1])
 
 
+@contextmanager
+def _held(measuring: threading.Lock, until_s: float) -> Iterator[None]:
+    left_s = until_s - clock.now_s()
+    if not measuring.acquire(timeout=-1 if left_s == math.inf else max(left_s, 0.0)):
+        raise TransferTimeout("wanted a lane that another fetch measures just now, which did not end in time")
+    try:
+        yield
+    finally:
+        measuring.release()
+
+
 def _read_of_nothing(name: str, description: PeerDescription, stage: Stage, count: int) -> ReadRequest:
     """Return a READ of the last slots of the peer's stage, which hold no blocks."""
     end = description.num_slots
@@ -96,6 +114,8 @@ class StageLanes:
         self._lanes: dict[_Key, StageLane] = {}
         # One lock for each lane: a peer that does not answer must not delay the other lanes.
         self._measuring: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
+        # Of lanes that are neither measured nor given up yet.
+        self._silences: defaultdict[_Key, Silence] = defaultdict(Silence)
         #: Bytes of the READs that measured, and so warmed up, a lane. NIXL's own counts include them.
         self.num_warm_bytes = 0
 
@@ -104,35 +124,42 @@ class StageLanes:
         lane = self._lanes.get(_key(peer, slab, stage))
         return lane if lane is not None and time.monotonic() < lane.until_s else None
 
-    def find(self, peer: Peer, slab: int, stage: Stage, timeout_s: float) -> StageLane:
+    def find(self, peer: Peer, slab: int, stage: Stage, timeout_s: float, until_s: float) -> StageLane:
         """Return the lane from a peer's stage. Warm it up and measure it if needed.
 
+        Args:
+            peer: has the stage.
+            slab: of the stage.
+            stage: of this node.
+            timeout_s: how long the peer may take to answer.
+            until_s: how long the READs may take.
+
         Raises:
+            TransferTimeout: the READs did not end in that time, which is no failure of the lane yet.
             KVStoreError: the peer does not answer, or has no such stage.
         """
-        for lane in self.find_all(peer, stage, timeout_s, only=slab):
+        for lane in self.find_all(peer, stage, timeout_s, slab, until_s):
             return lane
         raise TransferError(f"node {peer.node_id} has no stage {slab} any more; its mover was replaced")
 
-    def find_all(self, peer: Peer, stage: Stage, timeout_s: float, only: int = 0) -> list[StageLane]:
-        """Return the lanes from all stages of a peer, or from one of them.
-
-        Raises:
-            KVStoreError: the peer does not answer.
-        """
+    def find_all(
+        self, peer: Peer, stage: Stage, timeout_s: float, only: int = 0, until_s: float = math.inf
+    ) -> list[StageLane]:
+        """Return the lanes from all stages of a peer, or from one of them; the rest is as for `find`."""
         lanes = []
         answer = peer.client.call(Op.PEER_STAGES, timeout_s=timeout_s)
+        until_s = max(until_s, clock.now_s() + _LEAST_S)
         for slab, generation, num_warm, description in stages_of(answer, stage.slab):
             if only not in (0, slab):
                 continue
             key = _key(peer, slab, stage)
             with self._lock:
-                measuring = self._measuring[key]
-            with measuring:
+                measuring, silence = self._measuring[key], self._silences[key]
+            with _held(measuring, until_s):
                 lane = self.known(peer, slab, stage)
                 if lane is None or lane.generation != generation:
                     name = f"{peer.node_id}/{peer.epoch.hex()}/{generation}/{slab}>{stage.slab}"
-                    lane = self._measure(name, description, generation, num_warm, stage)
+                    lane = self._measure(name, description, generation, num_warm, stage, until_s, silence)
                     self._remember(key, lane)
                     if not lane.why_not:
                         message = encode(Soon(peer.node_id, slab, stage.slab, stage.generation))
@@ -146,18 +173,32 @@ class StageLanes:
             self._lanes = {known: old for known, old in self._lanes.items() if _is_beside(known, key)} | {key: lane}
             for old in [known for known in self._measuring if not _is_beside(known, key)]:
                 del self._measuring[old]
+            self._silences.pop(key, None)
+            for old in [known for known in self._silences if not _is_beside(known, key)]:
+                del self._silences[old]
 
     def _measure(
-        self, name: str, description: PeerDescription, generation: int, num_warm: int, stage: Stage
+        self,
+        name: str,
+        description: PeerDescription,
+        generation: int,
+        num_warm: int,
+        stage: Stage,
+        until_s: float,
+        silence: Silence,
     ) -> StageLane:
         size = min(description.slot_bytes, stage.description.slot_bytes)
         count = min(num_warm, len(stage.warm_slots), max(1, WARM_BYTES // size))
         request = _read_of_nothing(name, description, stage, count)
-        rate, why, until_s = 0.0, "", math.inf
+        rate, why, good_until_s, asked_s = 0.0, "", math.inf, clock.now_s()
         try:
-            seconds = [self._read(request, description, stage.generation) for _ in range(3)]
+            seconds = [self._read(request, description, stage.generation, until_s) for _ in range(3)]
         except KVStoreError as error:
-            why, until_s = f"the lane between the GPUs failed: {error}", time.monotonic() + _RETRY_S
+            if isinstance(error, TransferTimeout):
+                silence.add(name, asked_s)
+                if silence.total_s() < _SILENT_SHARE * self._most_s:
+                    raise
+            why, good_until_s = f"the lane between the GPUs failed: {error}", time.monotonic() + _RETRY_S
         else:
             rate, first_ms = count * size / min(seconds[1:]) / 1e9, 1e3 * seconds[0]
             logger.info("lane %s: first READ of %d bytes %.1f ms, then %.1f GB/s", name, count * size, first_ms, rate)
@@ -168,9 +209,13 @@ class StageLanes:
                 )
         if why:
             logger.warning("hand-offs over %s go through host memory: %s", name, why)
-        return StageLane(name, description, generation, rate, why, until_s)
+        return StageLane(name, description, generation, rate, why, good_until_s)
 
-    def _read(self, request: ReadRequest, description: PeerDescription, generation: int) -> float:
+    @property
+    def _most_s(self) -> float:
+        return min(_READ_WITHIN_S, self._config.transfer_timeout_s)
+
+    def _read(self, request: ReadRequest, description: PeerDescription, generation: int, until_s: float) -> float:
         ended, seconds = threading.Event(), list[float]()
         read = CoveredRead(self._mover, lambda done: seconds.append(done.seconds), ended.set)
         read.post(
@@ -178,7 +223,7 @@ class StageLanes:
             description,
             Cover(math.inf, math.inf, lambda: True),  # There are no blocks in these slots.
             np.asarray([len(request.local_slots)], dtype=np.int32),
-            timeout_s=min(_READ_WITHIN_S, self._config.transfer_timeout_s),
+            timeout_s=min(self._most_s, max(until_s - clock.now_s(), 0.0)),
             generation=generation,
         )
         if not ended.wait(max(read.late_s - clock.now_s(), 0.0)):

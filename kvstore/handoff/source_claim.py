@@ -136,6 +136,8 @@ class SourceClaim:
         if question is not None and now_s > self._until_s:
             assert self._peer is not None, "asked"
             self._peer.silence.add(Op.PEER_CLAIM.name, self.asked_s)
+            # A source that was stopped reads the question when it goes on: it must not keep a claim that nobody has.
+            question.say(Op.PEER_CLAIM_END, encode(End(question.number, used=False)))
             self._hear(question, TransferTimeout(f"node {self._request.node_id} did not answer a claim in time"))
         elif question is None and now_s > self._again_s:
             self._ask_again()
@@ -150,6 +152,10 @@ class SourceClaim:
                 self._again_s = self.asked_s + _PAUSE_S
             else:
                 self._ask_again()
+            return
+        if isinstance(found, KVStoreError):
+            self._end(question)  # First: it may close the connection, which must not be kept as a spare one before.
+            self._then(found)
             return
         try:
             self._then(found)  # First: the client waits for the READ that follows, and no caller for the connection.

@@ -55,6 +55,15 @@ class WaitingClaims:
             claim = _Claim(connection, clock.now_s() + wait_s, serve, soon)
             self._claims.setdefault(key, []).append(claim)
 
+    def forget(self, connection: Connection) -> None:
+        """Drop the claims of a connection: its reader gave up, and answers would claim blocks for nobody."""
+        for key, waiting in list(self._claims.items()):
+            if left := [claim for claim in waiting if claim.connection is not connection]:
+                self._claims[key] = left
+            else:
+                del self._claims[key]
+            self._num_waiting -= len(waiting) - len(left)
+
     def are_soon(self, key: bytes) -> None:
         """Notify the readers that a ticket's blocks will be there in a millisecond or two."""
         for claim in self._claims.get(key, ()):

@@ -11,7 +11,7 @@ from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import check_seconds
 from kvstore.errors import KVStoreError, LayoutMismatch, PoolExhausted, TransferTimeout
 from kvstore.handoff.messages import PeerClaim, PeerClaimed, decode_peer_claim
-from kvstore.handoff.records import NOT_READY, Claim, Place
+from kvstore.handoff.records import CLAIM_BIT, NOT_READY, Claim, Place
 from kvstore.handoff.stages import StageBook
 from kvstore.handoff.table import HandoffTable
 from kvstore.handoff.waiting import WaitingClaims
@@ -60,7 +60,14 @@ class HandoffPeers:
 
     def _serve_claim_end(self, connection: Connection, message: Message) -> bytes:
         end = decode_end(message.payload)
-        self.end(end.number, connection.owner, used=end.used)
+        if end.number & CLAIM_BIT:
+            self.end(end.number, connection.owner, used=end.used)
+            return b""
+        # The reader gave up this question, and will not read the answer. It asks one question at a time.
+        self._waiting.forget(connection)
+        gave, connection.gave = connection.gave, None
+        if gave is not None and gave[0] == end.number:
+            gave[1]()
         return b""
 
     def _serve_stages(self, connection: Connection, message: Message) -> bytes:
@@ -82,6 +89,9 @@ class HandoffPeers:
             return True
         if claim == NOT_READY and not is_last:
             return False
+        if isinstance(claim, Claim):
+            undo = functools.partial(self.end, claim.claim_id, connection.owner, used=False)
+            connection.gave = message.request, undo
         if isinstance(claim, Claim) and claim.slab and wanted.to_host:
             spill = functools.partial(self._spill, connection, message, wanted, claim)
             if self._state.threads.submit(Blocking.SPILL, spill):

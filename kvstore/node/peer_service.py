@@ -15,6 +15,7 @@ from typing import Any
 from kvstore.blocks.codec import decode_id, encode
 from kvstore.blocks.grants import Grant
 from kvstore.blocks.indexes import ints_in
+from kvstore.blocks.priority import NORMAL, OF_LOW_READER, Retention
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import check_seconds, clip
 from kvstore.config import StoreConfig
@@ -120,7 +121,8 @@ class PeerControl:
         namespace, deadline_s = chain.namespace, clock.now_s() + within_s
         version_now = partial(state.versions.get, namespace)
         version, pool = version_now(), service.current  # The version before the pin.
-        grant = pool.pin_prefix(chain, owner, deadline_s + state.config.call_timeout_s)
+        retention = _retention_of(wanted)
+        grant = pool.pin_prefix(chain, owner, deadline_s + state.config.call_timeout_s, retention=retention)
 
         def answer(piece: Progress) -> None:
             if piece.report is not None:
@@ -142,6 +144,7 @@ class PeerControl:
             version=version,
             send=answer,
             is_open=lambda: not connection.closed,
+            retention=retention,
             num_ready=grant.num_blocks,
             may_ask_peers=False,
         )
@@ -164,7 +167,7 @@ class PeerControl:
                     "run one version of raykv everywhere"
                 )
             deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(state.config))
-            grant = service.current.pin_prefix(wanted.chain, owner, deadline_s)
+            grant = service.current.pin_prefix(wanted.chain, owner, deadline_s, retention=_retention_of(wanted))
             # Compared again after the pin: a clearing is noted before new blocks can be stored.
             version = state.versions.get(namespace)
             if grant.packed_slots and version == wanted.namespace_version:
@@ -210,6 +213,10 @@ class PeerControl:
         with self._telling:
             if self._leases.pop(lease_id, None) is not None:
                 self._state.mover.expect_notifications(len(self._leases))
+
+
+def _retention_of(wanted: PeerLease) -> Retention:
+    return OF_LOW_READER if wanted.is_low else NORMAL
 
 
 def owner_of(key: bytes) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.priority import OF_LOW_READER
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskTier
@@ -280,6 +281,7 @@ class Fetcher:
             namespace_version=load.version,
             ttl_s=ttl_s,
             within_s=call_s(config, load.deadline_s),
+            is_low=load.retention is OF_LOW_READER,
         )
         with PeerRead(self._context, load, peer, chain, until_s) as read:
             if is_quarantine_full(load.pool, config.max_quarantined_fraction):

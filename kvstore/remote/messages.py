@@ -12,6 +12,7 @@ class PeerLease(Record, frozen=True, kw_only=True):
 
     Args:
         within_s: how long the asking store waits for the answer.
+        is_low: whether a job of LOW priority loads them, so that LOW ones stay LOW.
     """
 
     chain: BlockHashes
@@ -20,6 +21,7 @@ class PeerLease(Record, frozen=True, kw_only=True):
     namespace_version: U64
     ttl_s: float
     within_s: float
+    is_low: bool = False
 
 
 class PeerGrant(Record, frozen=True, kw_only=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
+from kvstore.errors import PeerLost
 from kvstore.rpc.channel import Channel
-from kvstore.rpc.framing import ERROR, PROGRESS, Message, unpack_error
+from kvstore.rpc.framing import ERROR, PROGRESS, Flag, Message, Op, unpack_error
 from kvstore.runtime import clock
 from kvstore.runtime.turns import Turn
 
@@ -99,11 +101,22 @@ class Question:
     Args:
         exchange: new; no piece was taken.
         progress: called by `take`, on its thread, on a message that the answer comes soon.
+
+    Attributes:
+        number: of the question on its connection.
     """
 
     def __init__(self, exchange: Exchange, progress: Callable[[], None]) -> None:
         self._exchange, self._progress = exchange, progress
         self.fileno, self.close = exchange.fileno, exchange.close
+        self.number = exchange.request
+
+    def say(self, op: Op, payload: bytes) -> None:
+        """Send a message without an answer behind the question; not if that would wait, or the connection broke."""
+        channel = self._exchange.channel
+        if not channel.closed and channel.has_room():
+            with contextlib.suppress(PeerLost):
+                channel.send(op, Flag.ONE_WAY, payload)
 
     def take(self, wait_s: float = 0.0) -> bytes | None:
         """Return the answer's payload; None while it is not complete. Raises as `Exchange.take` does.

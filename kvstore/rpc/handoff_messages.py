@@ -72,7 +72,10 @@ class Soon(Record, frozen=True):
 
 
 class End(Record, frozen=True):
-    """End a fetch or a claim by its id; `used` is whether the blocks arrived."""
+    """End a fetch or a claim by its id; `used` is whether the blocks arrived.
+
+    A reader that gave up a question for a claim does not know the id: `number` is that of the question then.
+    """
 
     number: U64
     used: bool

@@ -88,7 +88,7 @@ class PriorityOrder:
             return
         # A LOW slot whose time has ended is NORMAL, and a save never lowers it.
         has_ended = is_low & (untils_s <= self._now_s())
-        self._give(slots[has_ended], _NORMAL)
+        self._give(np.unique(slots[has_ended]), _NORMAL)
         low = slots[is_low & ~has_ended]
         self._untils_s[low] = np.maximum(self._untils_s[low], retention.until_s)
         self._low.add(stamp, low)

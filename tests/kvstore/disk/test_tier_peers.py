@@ -37,6 +37,19 @@ def test_blocks_on_the_disk_of_another_node(start, cluster):
     assert store.core.pool.lookup(hashes) == 12
 
 
+def test_blocks_of_another_nodes_disk_leave_low_ones_before_them_low_for_a_low_job(start, cluster):
+    store, other = start("a"), start("b")
+    hashes = cluster.hashes(6)
+    store.save(hashes)
+    store.empty_memory()
+    store.worker.client.save(hashes[:2], range(2), priority="low").result(10)
+    other.saved = store.saved
+    wait_until(lambda: located(other, hashes) == {"a": 6})
+    assert other.load(hashes, priority="low").num_peer == 6
+    assert store.core.pool.stats().num_low == 1, "blocks of the disk are NORMAL, and so is the one that they hang on"
+    store.settle()
+
+
 def test_the_directory_knows_blocks_as_long_as_one_tier_has_them(start, cluster):
     store, other = start("a", disk_capacity_bytes=1 << 16), start("b")
     hashes = cluster.hashes(5)
@@ -72,6 +85,7 @@ def test_cleared_blocks_are_forgotten_by_the_directory(start, cluster):
     store.save(hashes)
     store.empty_memory()
     wait_until(lambda: located(other, hashes) == {"a": 6})
+    assert other.load(hashes, priority="low").num_peer == 6
     store.core.state.pool_service.clear(hashes.namespace)
     wait_until(lambda: located(other, hashes) == {})
     assert other.load(hashes).num_blocks == 0
@@ -198,6 +212,7 @@ def test_a_drained_node_gives_from_its_disk_until_it_is_closed(start, cluster):
     store.save(hashes)
     store.empty_memory()
     wait_until(lambda: located(other, hashes) == {"a": 6})
+    assert other.load(hashes, priority="low").num_peer == 6
     store.core.drain(0.1)
     wait_until(lambda: located(other, hashes) == {})
     assert other.load(hashes).num_blocks == 0

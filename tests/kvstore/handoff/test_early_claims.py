@@ -14,7 +14,8 @@ from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.handoff.messages import PeerClaimed
 from kvstore.handoff.records import NOT_READY
 from kvstore.handoff.source_claim import SourceClaim
-from kvstore.rpc.handoff_messages import FetchRequest
+from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import End, FetchRequest, decode_end
 from kvstore.runtime import clock
 from kvstore.runtime.silence import Silence
 from tests.kvstore.handed_off import fetch, reason, same
@@ -238,7 +239,7 @@ class Connection:
         self.closed, self.answer, self.num_asked, self.said = False, None, 0, []
 
     def ask(self, op, question, progress):
-        self.num_asked += 1
+        self.num_asked, self.asked_at_s = self.num_asked + 1, clock.now_s()
         return self
 
     def fileno(self):
@@ -249,6 +250,13 @@ class Connection:
             raise PeerLost("closed")
         answer, self.answer = self.answer, None
         return answer
+
+    @property
+    def number(self):
+        return self.num_asked
+
+    def say(self, op, payload):
+        self.said.append((op, decode_end(payload)))
 
     def close(self):
         self.said.append("question closed")
@@ -268,7 +276,9 @@ def asked():
     wanted = [True]
     claim = SourceClaim(fetcher, request, 512, 0, clock.now_s() + 5.0, told.append, lambda: wanted[0])
     claim.ask(SimpleNamespace(node_id="a", silence=Silence()), connection, to_host=True)
-    return SimpleNamespace(claim=claim, connection=connection, told=told, watched=watched, wanted=wanted)
+    return SimpleNamespace(
+        claim=claim, connection=connection, told=told, watched=watched, wanted=wanted, asked_at_s=connection.asked_at_s
+    )  # fmt: skip
 
 
 def answer(reason=""):
@@ -286,6 +296,12 @@ def test_an_answer_is_told_once(asked):
     look()
     look()
     assert ([claimed.claim_id for claimed in asked.told], asked.watched) == ([5], {})
+
+
+def test_a_claim_is_good_for_less_than_the_source_keeps_it_from_before_it_was_asked_for(asked):
+    config, lasts_s = StoreConfig(capacity_bytes=1 << 20), asked.claim.valid_until_s - asked.claim.asked_s
+    assert lasts_s == pytest.approx(config.lease_ttl_s - config.lease_margin_s)
+    assert asked.claim.asked_s <= asked.asked_at_s
 
 
 def test_a_source_that_has_not_all_blocks_is_asked_again_without_a_thread(asked):
@@ -322,7 +338,8 @@ def test_an_answer_that_does_not_come_is_given_up_and_its_connection(asked):
     assert asked.told == []
     asked.claim.tick(clock.now_s() + 3.0)
     assert [type(told) for told in asked.told] == [TransferTimeout]
-    assert (asked.watched, asked.connection.said) == ({}, ["question closed"])
+    given_up = (Op.PEER_CLAIM_END, End(1, used=False))
+    assert (asked.watched, asked.connection.said) == ({}, [given_up, "question closed"])
     asked.connection.answer = answer()
     asked.claim.look()
     asked.claim.tick(clock.now_s() + 9.0)

@@ -189,6 +189,20 @@ def test_a_fetch_waits_for_a_publication_no_longer_than_it_may(cluster, pair, wa
 
 
 @pytest.mark.parametrize("same_node", [False, True])
+def test_a_fetch_that_was_abandoned_before_the_blocks_came_uses_no_ticket(cluster, pair, wait_until, same_node):
+    source, target = pair
+    target = cluster.worker("a", seed=3) if same_node else target
+    ticket, fetches = source.client.prepare_ticket(2), cluster.nodes["b"].control.handoffs.fetcher
+    job = early_fetch(cluster, "a", target, ticket, [1, 2], wait_until)
+    assert job.abandon()
+    assert job.result(20).failed[0].reason is MissReason.ABANDONED
+    source.client.publish([5, 6], ticket=ticket)
+    wait_until(lambda: not len(fetches))
+    assert target.client.fetch(ticket, [1, 2]).result(20).num_blocks == 2
+    assert [target.block(i) for i in (1, 2)] == [source.block(i) for i in (5, 6)]
+
+
+@pytest.mark.parametrize("same_node", [False, True])
 def test_who_will_not_publish_says_so(cluster, pair, wait_until, same_node):
     source, target = pair
     target = cluster.worker("a", seed=3) if same_node else target

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
 from kvstore.errors import TransferTimeout
+from kvstore.handoff.messages import PeerClaim
 from kvstore.handoff.source_claim import SourceClaim
+from kvstore.handoff.waiting import WaitingClaims
 from kvstore.node.handoff_peers import HandoffPeers
-from kvstore.remote.peers import PeerAddress
-from kvstore.rpc.handoff_messages import FetchRequest
+from kvstore.remote.peers import Peer, PeerAddress
+from kvstore.rpc.connection import Role
+from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import End, FetchRequest
 from tests.kvstore.handed_off import fetch, is_empty, reason
 
 #: A whole call's time. Fetches here have less, and no question of a fetch has less than a second.
@@ -32,9 +39,10 @@ def given_s(monkeypatch):
     """The time that each new connection to a peer was given."""
     times, connect = [], PeerAddress.connect
 
-    def look(address, *args):
-        times.append(args[-1])
-        return connect(address, *args)
+    def look(address, role, *args):
+        if role is Role.PEER:  # Meanwhile the stores connect to their directory.
+            times.append(args[-1])
+        return connect(address, role, *args)
 
     monkeypatch.setattr(PeerAddress, "connect", look)
     return times
@@ -103,6 +111,22 @@ def test_to_look_for_a_later_life_of_a_silent_store_takes_the_time_of_its_fetch(
     assert given_s == [1.0]
 
 
+def test_a_publisher_that_does_not_describe_its_memory_has_the_time_of_the_fetch_and_its_claim_back(nodes, monkeypatch):
+    source, target, peers = nodes
+    ticket, given_s = source.publish(range(3)), []
+
+    def no_answer(peer, generation, timeout_s):
+        given_s.append(timeout_s)
+        raise TransferTimeout("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Peer, "transport", no_answer)
+        assert missed(target, ticket) is MissReason.TIMEOUT
+    assert given_s == [1.0]
+    assert peers.is_usable("a"), "it had little time to answer"
+    assert fetch(target, ticket, range(3)).num_peer == 3
+
+
 def test_a_claim_without_an_answer_is_silence_and_no_failure_yet(cluster, nodes, monkeypatch, wait_until):
     source, target, peers = nodes
     ticket = source.publish(range(3))
@@ -130,20 +154,92 @@ def test_a_node_that_answers_no_claim_for_most_of_a_calls_time_is_left_alone(clu
     assert missed(target, ticket) is MissReason.PEER_LOST
 
 
-def test_a_failed_fetch_gives_its_claim_back_in_a_moment_or_not_at_all(nodes, silent, given_s):
-    """Its client hears of the failure after that."""
-    source, target, peers = nodes
-    ticket = source.publish(range(3))
-    peer = peers.get("a")
-    connection = peers.take_spare(peer)
+def asked_claim(nodes, ticket, connection, then=lambda found: None):
+    """A claim whose question was sent on this connection, and whose answer nobody looks for."""
+    _, target, peers = nodes
     request = FetchRequest(
         key=ticket.key, namespace=ticket.namespace, epoch=ticket.epoch, node_id="a", num_blocks=3, ttl_s=5.0,
         timeout_s=0.3, from_slab=0, slab=0, generation=0, is_early=False,
     )  # fmt: skip
-    server = SimpleNamespace(watch=lambda *_: None)
+    server = SimpleNamespace(watch=lambda *_: None, unwatch=lambda *_: None)
     context = SimpleNamespace(config=target.client.config, peers=peers, server=server)
-    claim = SourceClaim(context, request, ticket.block_bytes, 0, 0.0, lambda found: None, lambda: True)
-    claim.ask(peer, connection, to_host=True)
+    claim = SourceClaim(context, request, ticket.block_bytes, 0, 0.0, then, lambda: True)
+    claim.ask(peers.get("a"), connection, to_host=True)
+    return claim
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Stores that hang at a claim, until the event that this returns is set."""
+    goes_on, serve = threading.Event(), WaitingClaims.serve
+
+    def hang(*args):
+        assert goes_on.wait(20)
+        serve(*args)
+
+    monkeypatch.setattr(WaitingClaims, "serve", hang)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_publisher_that_goes_on_keeps_no_claim_of_a_fetch_that_gave_up(cluster, nodes, stopped, wait_until):
+    """Else the same reader would hear for the time of a lease that the ticket is used."""
+    source, target, _ = nodes
+    ticket, other = source.publish(range(3)), source.publish(range(3))
+    assert missed(target, ticket) is MissReason.TIMEOUT
+    stopped.set()
+    table = cluster.nodes["a"].control.handoffs.table
+    assert fetch(target, other, range(3)).num_peer == 3
+    wait_until(lambda: not table.claims)
+    assert fetch(target, ticket, range(3)).num_peer == 3
+    wait_until(lambda: is_empty(cluster.nodes["a"]))
+
+
+def test_a_question_that_is_given_up_while_its_blocks_are_awaited_waits_no_more(cluster, nodes, wait_until):
+    source, _, peers = nodes
+    ticket, waiting = source.prepare_ticket(3), cluster.nodes["a"].control.handoffs.waiting
+    wanted = PeerClaim(
+        key=ticket.key, namespace=ticket.namespace, num_blocks=3, block_bytes=ticket.block_bytes, slot_format=1,
+        namespace_version=0, ttl_s=5.0, wait_s=60.0, to_host=True, is_early=True,
+    )  # fmt: skip
+    connection = peers.take_spare(peers.get("a"))
+    question = connection.ask(Op.PEER_CLAIM, encode(wanted))
+    wait_until(lambda: len(waiting) == 1)
+    question.say(Op.PEER_CLAIM_END, encode(End(question.number, used=False)))
+    wait_until(lambda: len(waiting) == 0)
+    question.close()
+    connection.close()
+
+
+def test_a_question_that_is_given_up_takes_no_other_claim_of_its_connection_back(cluster, nodes, wait_until):
+    """A claim outlives its fetch where its READ was given up: the next question on the connection is another one's."""
+    source, _, peers = nodes
+    connection, heard, table = peers.take_spare(peers.get("a")), [], cluster.nodes["a"].control.handoffs.table
+    claim = asked_claim(nodes, source.publish(range(3)), connection, heard.append)
+    wait_until(lambda: heard or claim.look())
+    question = connection.channel.request
+    connection.call(Op.PEER_CLAIM_END, encode(End(question + 1, used=False)), timeout_s=5.0)
+    assert list(table.claims) == [heard[0].claim_id]
+    connection.call(Op.PEER_CLAIM_END, encode(End(heard[0].claim_id, used=True)), timeout_s=5.0)
+    assert is_empty(cluster.nodes["a"])
+    connection.close()
+
+
+def test_a_connection_that_waits_in_vain_is_closed_before_its_fetch_hears_of_it(nodes, monkeypatch):
+    """Else the fetch gives it back as a spare one, and the next load finds it closed."""
+    monkeypatch.setattr(HandoffPeers, "_claim_there", lambda *_: True)
+    source, _, peers = nodes
+    connection, heard = peers.take_spare(peers.get("a")), []
+    claim = asked_claim(nodes, source.publish(range(3)), connection, lambda found: heard.append(connection.closed))
+    claim.tick(math.inf)
+    assert heard == [True]
+
+
+def test_a_failed_fetch_gives_its_claim_back_in_a_moment_or_not_at_all(nodes, silent, given_s):
+    """Its client hears of the failure after that."""
+    source, _, peers = nodes
+    peer = peers.get("a")
+    claim = asked_claim(nodes, source.publish(range(3)), peers.take_spare(peer))
     claim.close()
     peer.address = silent
     del given_s[:]

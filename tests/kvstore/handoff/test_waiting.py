@@ -125,3 +125,15 @@ def test_a_claim_that_cannot_be_answered_keeps_no_other_from_its_answer(blocks, 
     assert (blocks.asked, len(waiting)) == ([False, False], 1)
     waiting.tick(clock.now_s() + 6.0)
     assert (failures, len(waiting)) == ([False, False, True], 0)
+
+
+def test_the_claims_of_a_connection_whose_reader_gave_up_are_dropped_and_no_others(blocks, reader):
+    waiting, others = WaitingClaims(), Blocks()
+    for key in (b"one", b"two"):
+        waiting.serve(key, reader, 60.0, blocks.serve)
+    waiting.serve(b"two", SimpleNamespace(closed=False), 60.0, others.serve)
+    waiting.forget(reader)
+    blocks.there = others.there = True
+    waiting.look_again(b"one")
+    waiting.look_again(b"two")
+    assert (blocks.asked, others.asked, len(waiting)) == ([False, False], [False, False], 0)

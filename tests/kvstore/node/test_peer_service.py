@@ -215,12 +215,12 @@ def test_blocks_stored_after_a_clearing_are_not_granted_under_the_version_before
     """The clearing comes on another thread, just when the version was compared."""
     pool, service, original, done = core.pool, core.state.pool_service, core.pool.pin_prefix, []
 
-    def pin_prefix(chain, owner, deadline_s, lease_id=0):
+    def pin_prefix(chain, owner, deadline_s, lease_id=0, **more):
         if owner.startswith("store-") and not done:
             done.append(service.clear(chain.namespace))
             ticket = pool.prepare_store(chain, "new weights")
             pool.complete_store(ticket.write_id, "new weights")
-        return original(chain, owner, deadline_s, lease_id)
+        return original(chain, owner, deadline_s, lease_id, **more)
 
     pool.pin_prefix = pin_prefix
     wanted = PeerLease(

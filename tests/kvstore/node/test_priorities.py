@@ -55,6 +55,17 @@ def test_a_load_by_a_low_job_leaves_its_blocks_low(cluster, node):
     cluster.check()
 
 
+@pytest.mark.parametrize("priority", ["low", "normal"])
+def test_a_low_job_on_another_node_leaves_blocks_low_too(cluster, node, priority):
+    cluster.start_mover("a")
+    cluster.add("b")
+    source, reader, chain = cluster.worker("a", 4), cluster.worker("b", 4), cluster.hashes(4)
+    source.client.save(chain, range(4), priority="low").result(10)
+    assert reader.load(chain, range(4), priority=priority).num_peer == 4
+    assert counts(node) == (4 if priority == "low" else 0, 0)
+    cluster.check()
+
+
 def test_a_low_load_that_waits_for_the_rest_leaves_it_low(cluster, wait_until):
     """Its lease grows by what a save brings meanwhile."""
     core = cluster.add("a", mover=False, save_wait_s=10.0)

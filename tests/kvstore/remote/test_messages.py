@@ -10,8 +10,9 @@ SLOTS = np.array([5, 0, 2**31 - 1], dtype=np.int32)
 
 def test_peer_lease():
     lease = messages.PeerLease(
-        chain=CHAIN, block_bytes=2**32 - 1, slot_format=1, namespace_version=2**63, ttl_s=0.5, within_s=2.0
-    )
+        chain=CHAIN, block_bytes=2**32 - 1, slot_format=1, namespace_version=2**63, ttl_s=0.5, within_s=2.0,
+        is_low=True,
+    )  # fmt: skip
     assert messages.decode_peer_lease(encode(lease)) == lease
 
 

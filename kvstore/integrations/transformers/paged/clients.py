@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.client.client import Client
-from kvstore.errors import PeerLost, StoreUnavailable
+from kvstore.errors import PeerLost, StoreBusy, StoreDraining, StoreUnavailable
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 
-_CLOSE_S = 1.0
+#: Limits for the jobs of a store that has ended, and of one that serves.
+_CLOSE_S, _CLOSE_AT_END_S = 1.0, 10.0
 
 
 class GroupClients:
@@ -46,6 +47,8 @@ class GroupClients:
             self._open()
         try:
             yield self._clients
+        except (StoreDraining, StoreBusy):
+            raise  # It goes on, and keeps what these clients published.
         except (StoreUnavailable, PeerLost):
             self.drop()
             raise
@@ -59,16 +62,18 @@ class GroupClients:
 
     def drop(self) -> None:
         """Give up the clients: their store has ended."""
-        clients, self._clients = self._clients, []
-        for client in clients:
-            client.close(_CLOSE_S)
+        self._close_all(_CLOSE_S)
 
     def close(self) -> None:
         """Give everything back; may be called again."""
         self._is_closed = True
-        clients, self._clients = self._clients, []
-        for client in clients:
-            client.close()
+        self._close_all(_CLOSE_AT_END_S)
+
+    def _close_all(self, timeout_s: float) -> None:
+        with ExitStack() as closing:  # Each is closed, also if an interrupt ends the close of another.
+            for client in self._clients:
+                closing.callback(client.close, timeout_s)
+            self._clients = []
 
     def _open(self) -> None:
         try:

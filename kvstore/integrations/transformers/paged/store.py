@@ -15,7 +15,7 @@ from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult, MissReason, SaveResult
-from kvstore.errors import ChainBroken, InvalidRequest, NamespaceMismatch, PoolExhausted
+from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted
 from kvstore.integrations.transformers.paged.clients import GroupClients
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.paged.request import PagedRequest
@@ -206,7 +206,8 @@ class PagedStore:
                     tickets.append(client.publish(run.pages, ticket=ticket))
             except BaseException:
                 for client, ticket in zip(clients, tickets, strict=False):
-                    client.withdraw(ticket)
+                    with contextlib.suppress(KVStoreError):  # The first error says why.
+                        client.withdraw(ticket)
                 raise
         return PagedTicket(
             num_tokens=num_tokens,

@@ -9,7 +9,16 @@ import random
 import pytest
 
 from kvstore.client.client import Client
-from kvstore.errors import InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted, StoreUnavailable
+from kvstore.errors import (
+    InvalidRequest,
+    KVStoreError,
+    NamespaceMismatch,
+    PoolExhausted,
+    StoreBusy,
+    StoreDraining,
+    StoreUnavailable,
+    TransferTimeout,
+)
 from kvstore.integrations.transformers.paged import PagedStore
 from kvstore.integrations.transformers.paged.store import wait_saved
 from tests.integrations.transformers.paged.conftest import Small
@@ -30,6 +39,13 @@ def _model_of_window(window_tokens):
 
 
 KINDS = pytest.mark.parametrize("kind", ["full", "window", "both"])
+
+
+def _raise(error):
+    def refuse(*args, **more):
+        raise error
+
+    return refuse
 
 
 def answer(engine, tokens, bring):
@@ -405,6 +421,41 @@ def test_a_store_that_has_ended_is_a_typed_error_and_leaves_the_request(small, s
     assert request.num_tokens == 0
     request.release()
     writer.index.check_integrity()
+
+
+@pytest.mark.parametrize("refusal", [StoreDraining, StoreBusy])
+def test_a_store_that_serves_and_refuses_keeps_what_was_published(small, stores, monkeypatch, refusal):
+    writer, reader = small("both", stores["a"]), small("both", stores["b"])
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    ticket = writer.store.publish(request, PROMPT, len(PROMPT))
+    if refusal is StoreDraining:
+        stores["a"].cluster.nodes["a"].begin_drain(0)
+    else:
+        monkeypatch.setattr(Client, "publish", _raise(StoreBusy("too many of these wait")))
+    with pytest.raises(refusal):
+        writer.store.publish(request, PROMPT, len(PROMPT))
+    request.release()
+    held = reader.index.acquire(PROMPT)
+    assert reader.store.fetch(held, PROMPT, ticket).num_tokens == 144
+    held.release()
+
+
+def test_what_cannot_be_withdrawn_does_not_hide_why_a_publication_failed(small, store, monkeypatch):
+    writer, publish = small("both", store), Client.publish
+
+    def refuse(client, *args, **more):
+        if client.space == writer.store.spaces[1]:
+            raise PoolExhausted("no room")
+        return publish(client, *args, **more)
+
+    monkeypatch.setattr(Client, "publish", refuse)
+    monkeypatch.setattr(Client, "withdraw", _raise(TransferTimeout("no answer")))
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT)
+    with pytest.raises(PoolExhausted):
+        writer.store.publish(request, PROMPT, len(PROMPT))
+    request.release()
 
 
 def test_after_the_store_was_lost_the_next_calls_use_the_new_one(small, stores):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.priority import OF_LOW_READER, Priority, Retention
 from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.eviction.lru import LeastRecentlyUsed
@@ -153,6 +154,18 @@ def test_a_load_by_a_low_job_moves_no_end(make_pool):
     load(pool, "l", OF_LOW_READER)
     assert pool.stats().num_low == 0
     assert order_of(pool, "l", "n", "m") == ["n", "m", "l"]
+
+
+@pytest.mark.parametrize("now_s", [0.0, 10.0])
+@pytest.mark.parametrize("retention", [OF_NORMAL_READER, OF_LOW_READER])
+def test_a_run_that_names_a_block_twice_counts_it_once(make_pool, retention, now_s):
+    pool, clock = make_pool(3)
+    save(pool, "lm", LOW, 10.0)
+    clock.now_s, chain = now_s, chain_of("lm")
+    twice = BlockHashes(chain.namespace, chain.parent, chain.start, chain.data[:HASH_BYTES] + chain.data)
+    pool.release(pool.pin_prefix(twice, "r", LATER_S, retention=retention).lease_id, "r")
+    pool.check_integrity()
+    assert pool.stats().num_low == (2 if retention is OF_LOW_READER and now_s < 10.0 else 0)
 
 
 def test_a_lease_of_a_low_job_that_grows_leaves_low_ones_low(make_pool):
