@@ -22,6 +22,8 @@ _COLUMNS = (
     ("GB/s in", "save peer disk handoff"), ("GB/s out", "load peer disk handoff"), ("leases, pins", "oldest"),
     ("queues", "loads threads disk"), ("evicted/s", ""),
 )  # fmt: skip
+#: More than any table of `top` needs.
+_WIDEST = 1000
 
 
 class _HasStats(Protocol):
@@ -122,19 +124,29 @@ def _shown(as_json: bool) -> Iterator[Callable[[str, list[dict[str, Any]]], None
     if as_json:
         yield lambda name, rows: click.echo(json.dumps({"name": name, "nodes": rows}))
     elif not console.is_terminal:
-        yield lambda name, rows: console.print(table_of(name, rows))
+        yield lambda name, rows: console.print(table_of(name, rows, console))
     else:
         with Live(console=console, auto_refresh=False) as live:
-            yield lambda name, rows: live.update(table_of(name, rows), refresh=True)
+            yield lambda name, rows: live.update(table_of(name, rows, console), refresh=True)
 
 
-def table_of(name: str, rows: list[dict[str, Any]]) -> Table:
-    """Return the table of one interval."""
+def table_of(name: str, rows: list[dict[str, Any]], console: Console) -> Table:
+    """Return the table of one interval: a line for each node, or several if the console is too narrow for that."""
     table = Table(title=f"store {name}", title_justify="left")
     for heading, below in _COLUMNS:
         table.add_column(f"{heading}\n[bright_black]{below}[/]" if below else heading, no_wrap=heading != "node")
     for row in rows:
         table.add_row(*_cells(row))
+    wanted = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+    return table if wanted <= console.width else _narrow(name, rows)
+
+
+def _narrow(name: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"store {name}", title_justify="left", show_header=False)
+    for row in rows:
+        for (heading, below), cell in zip(_COLUMNS, _cells(row), strict=False):
+            table.add_row(heading, cell, f"[bright_black]{below}[/]")
+        table.add_section()
     return table
 
 

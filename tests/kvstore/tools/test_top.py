@@ -77,10 +77,10 @@ def test_a_store_without_clients_disk_and_watermarks_has_a_row(later):
     assert (row["num_slots"], row["num_used"], row["queues"]["disk"]) == (0, 0, 0)
 
 
-def shown(rows):
-    console = Console(width=160, color_system=None)
+def shown(rows, width=160):
+    console = Console(width=width, color_system=None)
     with console.capture() as got:
-        console.print(table_of("s", rows))
+        console.print(table_of("s", rows, console))
     return got.get()
 
 
@@ -91,6 +91,17 @@ def test_the_table_has_what_the_rows_have(later):
     for part in ("store s", "75%, 10%", "0% 100% 0%", "1.00 0.00 0.00 0.00", "3/1/0, 60 s", "4 5 6", "[no] answer"):
         assert part in text
     assert "none yet" in shown(rows_of(stats(a=NODE), stats(a={**NODE, "pool": None, "draining": True})))
+
+
+def test_a_narrow_terminal_has_all_of_it_on_more_lines(later):
+    later["traffic"]["hit_blocks"]["disk"] = 4
+    rows = rows_of(stats(a=NODE), stats(a=later, b={"error": "no answer"}))
+    text = shown(rows, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("75%, 10%", "0% 100% 0%", "memory disk peer", "3/1/0, 60 s", "evicted/s", "no answer"):
+        assert part in text
+    assert "…" not in text
+    assert len(shown(rows, width=160).splitlines()) < len(text.splitlines())
 
 
 class Answers:
