@@ -200,7 +200,7 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
         unfinished, problems = (
             call("supervisor", ask, timeout_s=_UNDO_S) for ask in (supervisor.unfinished, supervisor.problems)
         )
-        last = f"{unfinished | problems}{last}"
+        last = f"{_by_node(unfinished | problems)}{last}"
     except KVStoreError as error:
         last = str(error).removesuffix(_AGAIN)
     raise StoreUnavailable(
@@ -225,7 +225,7 @@ def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float)
     hopeless = call("supervisor", supervisor.hopeless, timeout_s=_CALL_S)
     nodes = set(alive_nodes())
     if hopeless and set(hopeless) >= nodes:
-        raise ConfigError(f"no node could start a store: {hopeless}")
+        raise ConfigError(f"no node could start a store: {_by_node(hopeless)}")
     handles = node_stores(name)
     if not served or not set(served) == nodes <= set(handles):
         return False
@@ -234,6 +234,10 @@ def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float)
         if not call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + 1):
             raise StoreUnavailable(f"the mover of node {node} is not ready; see `kvstore doctor` and its log")
     return True
+
+
+def _by_node(problems: dict[str, str]) -> str:
+    return "; ".join(f"node {node[:12]}: {text}" for node, text in sorted(problems.items())) or "no node says why"
 
 
 def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:

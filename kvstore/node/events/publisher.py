@@ -61,8 +61,8 @@ class EventPublisher:
             import zmq
         except ImportError as error:
             raise ConfigError(
-                "events_endpoint: wanted the package pyzmq on every node, got none; install raykv[events], or leave "
-                "events_endpoint out"
+                "events_endpoint: wanted the package pyzmq on every node, got none; install it there (raykv's extra "
+                "`events`), or leave events_endpoint out"
             ) from error
         self._zmq: Any = zmq
         self._topic = f"kv@{node_id}@{name}".encode()
