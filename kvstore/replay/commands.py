@@ -47,13 +47,7 @@ _MOST_REAL_NODES = 16
     show_default=True,
     help="Index only; or real stores, whose every loaded byte is compared.",
 )
-@click.option(
-    "--rows",
-    "num_rows",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Replay the first so many requests; 0, the default, all.",
-)
+@click.option("--rows", "num_rows", type=int, default=0, help="Replay the first so many requests. Default: all.")
 @click.option("--restart-at", type=int, default=0, help="Before this request begin again with what is on the disks.")
 @click.option("--wait-written", is_flag=True, help="real: before each request wait for the disks: hits are then exact.")
 @click.option("--disk-path", default="", help="real: folder of the disk tiers. Default: a temporary one.")

@@ -221,7 +221,7 @@ def test_an_address_is_free_again_when_the_store_has_ended(cluster, node):
 
 def test_a_store_without_the_package_says_what_to_install(cluster, monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"wanted the package pyzmq on every node.*raykv\[events\]"):
+    with pytest.raises(ConfigError, match=r"wanted the package pyzmq on every node.*extra `events`"):
         cluster.add("a", mover=False, **ADDRESSES)
     assert cluster.add("b", mover=False).stats()["events"] is None
 
