@@ -21,12 +21,25 @@ MAX_LOAD = 0.7
 _EMPTY = np.uint64(0)
 #: Bits of half a key, and the odd numbers of splitmix64.
 _HALF, _MIXERS = np.uint64(32), (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+#: The same as Python's integers, for one key: NumPy takes longer for one key than for ten.
+_ALL_BITS, _LOW_BITS, _INT_MIXERS = (1 << 64) - 1, (1 << 32) - 1, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+#: One element in each page of memory, also of the smallest.
+_PAGE_PLACES = 4096 // 8
 
 
 def keys_of(packed: bytes) -> U64:
     """Return the keys of hashes that lie back to back."""
     keys = np.frombuffer(packed, "<u8")[:: HASH_BYTES // 8].astype(np.uint64)
     return np.where(keys == _EMPTY, ~_EMPTY, keys)
+
+
+def key_of(block_hash: bytes) -> int:
+    """Return the key of one hash."""
+    return int.from_bytes(block_hash[:8], "little") or _ALL_BITS
+
+
+def _as_ints(words: U64) -> memoryview[int]:
+    return memoryview(words)  # type: ignore[arg-type]
 
 
 class HintTable:
@@ -47,6 +60,10 @@ class HintTable:
         self._keys = np.zeros(num_places, np.uint64)
         self._bits = np.zeros((num_words, num_places), np.uint64)
         self._secret, self._shift = np.uint64(secret | 1), np.uint64(64 - num_places.bit_length() + 1)
+        # The same as Python reads them, for one key.
+        self._key_at, self._words_at = _as_ints(self._keys), [_as_ints(words) for words in self._bits]
+        self._int_secret, self._int_shift = secret | 1, 64 - num_places.bit_length() + 1
+        self._num_touched = 0
 
     @property
     def num_bytes(self) -> int:
@@ -62,6 +79,40 @@ class HintTable:
         """Make room for the bits of more holders."""
         more = np.zeros((num_words - len(self._bits), self.num_places), np.uint64)
         self._bits = np.concatenate((self._bits, more))
+        self._words_at = [_as_ints(words) for words in self._bits]
+
+    def touch(self, num_places: int) -> bool:
+        """Have the system give memory for the next so many places of a new table; return whether all have theirs.
+
+        Memory is given at the first access, and takes up to a second for each gigabyte. Keys go everywhere at once: so
+        the first batch would wait for all of it.
+        """
+        start, stop = self._num_touched, min(self._num_touched + num_places, self.num_places)
+        self._keys[start:stop:_PAGE_PLACES] |= _EMPTY
+        self._bits[:, start:stop:_PAGE_PLACES] |= _EMPTY
+        self._num_touched = stop
+        return stop == self.num_places
+
+    @property
+    def num_untouched(self) -> int:
+        """Return for how many places of a new table `touch` was not called yet."""
+        return self.num_places - self._num_touched
+
+    def holders(self, key: int) -> int:
+        """Return the holders of one key, as a number with a bit for each."""
+        mixed = key * self._int_secret & _ALL_BITS
+        for mixer in _INT_MIXERS:
+            mixed = (mixed ^ (mixed >> 32)) * mixer & _ALL_BITS
+        mixed ^= mixed >> 32
+        place, step, last, key_at = mixed >> self._int_shift, (mixed & _LOW_BITS) | 1, self.num_places - 1, self._key_at
+        while (seen := key_at[place]) != key:
+            if not seen:
+                return 0
+            place = (place + step) & last
+        found = 0
+        for number, words in enumerate(self._words_at):
+            found |= words[place] << 64 * number
+        return found
 
     def bits(self, keys: U64) -> U64:
         """Return the holders of each key, [words, keys]."""

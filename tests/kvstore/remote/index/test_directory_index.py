@@ -11,6 +11,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.remote.index import directory_index
 from kvstore.remote.index.directory_index import SWEEP_PLACES, DirectoryIndex
 from kvstore.remote.index.hint_table import MAX_LOAD, HintTable
 from poolcheck.chains import chain_of
@@ -182,9 +183,16 @@ def test_it_agrees_with_sets_while_tables_grow_move_and_are_swept():
         lengths = {
             node: next((i for i, h in enumerate(run) if h not in held), len(run)) for node, held in model.items()
         }
-        assert index.locate(b"".join(run)) == sorted(
+        assert index.walk(b"".join(run)) == sorted(
             ((node, count) for node, count in lengths.items() if count), key=lambda item: (-item[1], item[0])
         ), step
+        found = dict(index.locate(b"".join(run)))
+        assert found.keys() == {node for node, count in lengths.items() if count}, step
+        for node, count in found.items():
+            # These nodes have holes: what is said may go on behind one, and ends where a block is lacking.
+            assert count >= lengths[node], step
+            assert run[count - 1] in model[node], step
+            assert count == len(run) or run[count] not in model[node], step
     while index.is_sweeping:
         index.sweep()
     assert len(index) == len(set().union(*model.values()))
@@ -207,6 +215,56 @@ def test_a_bit_that_is_swept_while_the_table_grows_is_clean_when_it_is_used_agai
         index.sweep()
     index.add("d", hashes[-1:])
     assert [each for each in common[::50] if ("d", 1) in index.locate([each])] == []
+
+
+def test_a_large_table_is_followed_by_one_whose_memory_was_touched_before_in_small_pieces(monkeypatch):
+    monkeypatch.setattr(directory_index, "_LARGE_PLACES", 1 << 14)
+    monkeypatch.setattr(directory_index, "_TOUCHED_PLACES", 1 << 9)
+    index, touched, began = DirectoryIndex(), list[int](), list[bool]()
+    touch, grow = HintTable.touch, DirectoryIndex._grow
+
+    def count(table, num):
+        before = table.num_untouched
+        is_done = touch(table, num)
+        touched.append((before - table.num_untouched) / table.num_places)
+        return is_done
+
+    def look(index, num_keys):
+        large = num_places(index) >= 1 << 14
+        grow(index, num_keys)
+        began.append(not index._table.num_untouched) if large else None
+
+    monkeypatch.setattr(HintTable, "touch", count)
+    monkeypatch.setattr(DirectoryIndex, "_grow", look)
+    model = set[bytes]()
+    for n in range(1200):
+        batch = random.Random(n).randbytes(32 * 100)
+        index.add("a", batch)
+        model.update(batch[at : at + 32] for at in range(0, len(batch), 32))
+    assert len(began) >= 3
+    assert all(began)
+    assert max(touched) < 0.1
+    assert len(index) == len(model)
+    assert all(index.locate([own]) == [("a", 1)] for own in list(model)[::97])
+
+
+def test_a_next_table_gets_wider_with_the_others(monkeypatch):
+    monkeypatch.setattr(directory_index, "_LARGE_PLACES", 1 << 10)
+    index = DirectoryIndex()
+    index.add("a", random.Random(1).randbytes(32 * 640))
+    assert index._next is not None
+    for n in range(70):
+        index.add(f"n{n}", random.Random(2).randbytes(32))
+    index.add("a", random.Random(3).randbytes(32 * 2000))
+    assert len(index.locate(random.Random(2).randbytes(32))) == 70
+
+
+def test_an_entry_for_more_lives_is_larger_so_there_are_fewer():
+    index, hashes = DirectoryIndex(max_entries=90), [random.Random(n).randbytes(32) for n in range(100)]
+    for n in range(70):
+        index.add(f"n{n}", hashes[:1])
+    index.add("a", hashes)
+    assert (len(index), index.num_dropped) == (60, 40)
 
 
 def test_no_call_moves_much_of_a_table_that_is_nearly_empty(monkeypatch):
