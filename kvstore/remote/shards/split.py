@@ -14,7 +14,6 @@ import numpy as np
 
 from kvstore.pool.events.log import RootedChange
 from kvstore.pool.events.roots import RootKeys
-from kvstore.remote.shards.placing import shard_of
 
 #: A full announcement replaces more changes than this, whoever keeps them.
 MOST_KEPT = 1 << 17
@@ -74,8 +73,7 @@ class Split:
                 if roots is None:
                     roots = np.zeros(len(hashes), np.uint32)
                 self._everywhere.update(hashes[at] for at in np.flatnonzero(roots == 0).tolist())
-                own = np.flatnonzero((roots % self._num_shards == number) | (roots == 0))
-                found += [hashes[at] for at in own.tolist()]
+                found += [hashes[at] for at in self._of(number, roots)]
             return found
 
     def _take(self) -> None:
@@ -91,18 +89,20 @@ class Split:
                 self._kept[number] = None
 
     def _divide(self, is_here: bool, hashes: Collection[bytes], roots: RootKeys | None) -> None:
-        keys = [0] * len(hashes) if roots is None else roots.tolist()
-        for own, key in zip(hashes, keys, strict=True):
-            shard = shard_of(key, self._num_shards)
-            if own in self._everywhere:
-                shard = None
-            if shard is None:
-                # After a clearing the roots of blocks that go are not known either.
-                (self._everywhere.add if is_here else self._everywhere.discard)(own)
-            for number in range(self._num_shards) if shard is None else (shard,):
-                kept = self._kept[number]
-                if kept is not None:
-                    kept.append((is_here, own))
+        # After a clearing the roots of blocks that go are not known.
+        keys, blocks = np.zeros(len(hashes), np.uint32) if roots is None else roots, list(hashes)
+        if not self._everywhere.isdisjoint(blocks):
+            keys = np.where([own in self._everywhere for own in blocks], np.uint32(0), keys)
+        unknown = [blocks[at] for at in np.flatnonzero(keys == 0).tolist()]
+        (self._everywhere.update if is_here else self._everywhere.difference_update)(unknown)
+        for number, kept in enumerate(self._kept):
+            if kept is not None:
+                kept += [(is_here, blocks[at]) for at in self._of(number, keys)]
+
+    def _of(self, number: int, keys: RootKeys) -> list[int]:
+        """Return which of these blocks belong to a part."""
+        found: list[int] = np.flatnonzero((keys % self._num_shards == number) | (keys == 0)).tolist()
+        return found
 
 
 class Part:

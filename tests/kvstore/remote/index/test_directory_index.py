@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -217,46 +218,58 @@ def test_a_bit_that_is_swept_while_the_table_grows_is_clean_when_it_is_used_agai
     assert [each for each in common[::50] if ("d", 1) in index.locate([each])] == []
 
 
-def test_a_large_table_is_followed_by_one_whose_memory_was_touched_before_in_small_pieces(monkeypatch):
+@pytest.fixture
+def tables(monkeypatch):
+    """The tables of indexes that are made here, where tables of 16,384 places are large."""
     monkeypatch.setattr(directory_index, "_LARGE_PLACES", 1 << 14)
     monkeypatch.setattr(directory_index, "_TOUCHED_PLACES", 1 << 9)
-    index, touched, began = DirectoryIndex(), list[int](), list[bool]()
-    touch, grow = HintTable.touch, DirectoryIndex._grow
+    made = []
 
-    def count(table, num):
-        before = table.num_untouched
-        is_done = touch(table, num)
-        touched.append((before - table.num_untouched) / table.num_places)
-        return is_done
+    class Table(HintTable):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.pieces, self.num_left = [], None
+            made.append(self)
 
-    def look(index, num_keys):
-        large = num_places(index) >= 1 << 14
-        grow(index, num_keys)
-        began.append(not index._table.num_untouched) if large else None
+        def touch(self, num_places):
+            before = self.num_untouched
+            is_done = super().touch(num_places)
+            self.pieces.append((before - self.num_untouched) / self.num_places)
+            return is_done
 
-    monkeypatch.setattr(HintTable, "touch", count)
-    monkeypatch.setattr(DirectoryIndex, "_grow", look)
-    model = set[bytes]()
+        def add(self, keys, bits):
+            if self.num_left is None:
+                self.num_left = self.num_untouched
+            super().add(keys, bits)
+
+    monkeypatch.setattr(directory_index, "HintTable", Table)
+    return made
+
+
+def test_a_large_table_is_followed_by_one_whose_memory_was_touched_before_in_small_pieces(tables):
+    index, model = DirectoryIndex(), set[bytes]()
     for n in range(1200):
         batch = random.Random(n).randbytes(32 * 100)
         index.add("a", batch)
         model.update(batch[at : at + 32] for at in range(0, len(batch), 32))
-    assert len(began) >= 3
-    assert all(began)
-    assert max(touched) < 0.1
+    followers = [table for table in tables if table.num_places > 1 << 14]
+    assert len(followers) >= 3
+    assert {table.num_left for table in followers} <= {0, None}, "at the first key, or it has none yet"
+    assert max(piece for table in followers for piece in table.pieces) < 0.1
     assert len(index) == len(model)
     assert all(index.locate([own]) == [("a", 1)] for own in list(model)[::97])
 
 
-def test_a_next_table_gets_wider_with_the_others(monkeypatch):
-    monkeypatch.setattr(directory_index, "_LARGE_PLACES", 1 << 10)
+def test_a_next_table_gets_wider_with_the_others(tables):
     index = DirectoryIndex()
-    index.add("a", random.Random(1).randbytes(32 * 640))
-    assert index._next is not None
+    for n in range(96):
+        index.add("a", random.Random(n).randbytes(32 * 100))
+    assert tables[-1].pieces, "it waits for its first key"
     for n in range(70):
         index.add(f"n{n}", random.Random(2).randbytes(32))
-    index.add("a", random.Random(3).randbytes(32 * 2000))
-    assert len(index.locate(random.Random(2).randbytes(32))) == 70
+    index.add("a", random.Random(300).randbytes(32 * 9000))
+    assert tables[-1].num_left is not None
+    assert len(index.locate(random.Random(2).randbytes(32))) == 71, "and the first node, which has that block, too"
 
 
 def test_an_entry_for_more_lives_is_larger_so_there_are_fewer():

@@ -175,16 +175,15 @@ def test_a_shard_that_ends_in_the_midst_of_a_full_announcement_is_filled_by_the_
     pool, chains = Pool(600, has_roots=True), [chain_of(seed, 6) for seed in range(90)]
     for chain in chains:
         put(pool, chain)
-    resolve, ended = shards.servers[1], threading.Event()
-    take_in = DirectoryServer._publish
+    add, ended, pieces = shards.servers[1].index.add, threading.Event(), list[bytes]()
 
-    def end_after_some(server, link, batch):
-        answer = take_in(server, link, batch)
-        if server is resolve and link.sequence == 3:
+    def end_after_some(node, added, life):
+        add(node, added, life)
+        pieces.append(added)
+        if len(pieces) == 3:
             ended.set()
-        return answer
 
-    monkeypatch.setattr(DirectoryServer, "_publish", end_after_some)
+    monkeypatch.setattr(shards.servers[1].index, "add", end_after_some)
     one = shards.link("a", pool)
     assert ended.wait(10)
     shards.restart(1)
