@@ -101,7 +101,7 @@ def four_nodes(_two_nodes):
             cluster.add_node(wait=False, num_cpus=1, object_store_memory=80 << 20, **NODE)
         cluster.wait_for_nodes(timeout=60)
         ray.init(address=cluster.address, log_to_driver=False)
-        store = kvstore.start("8MiB", name="sharded", num_directory_shards=2, timeout_s=60)
+        store = kvstore.start("8MiB", name="sharded", num_directory_shards=2, timeout_s=120)
         yield store
         store.stop()
     finally:
