@@ -30,6 +30,8 @@ _WALKED_BLOCKS = 32
 #: From this size on, the next table is made before it is needed, when a smaller share of the places than `_AHEAD` is
 #: left, and its memory is touched in pieces of at least `_TOUCHED_PLACES` (1 MiB) meanwhile.
 _LARGE_PLACES, _AHEAD, _TOUCHED_PLACES = 1 << 20, 8, 1 << 16
+#: When fewer lives than this have room in a large table, what makes it wider is touched in steps.
+_SPARE_LIVES = 8
 
 
 @dataclass(slots=True)
@@ -52,8 +54,8 @@ class DirectoryIndex:
     A node may have several lives here at once: an announcement under way beside the one before it, or a store that
     falsely uses a node's id beside the real one. No life changes the entries of another.
     A forgotten life is not found any more; its bits are removed in steps, and a table that is full is moved to a larger
-    one in steps, whose memory is touched in steps before. A call takes longer only where 64 more lives come than there
-    is room for. Hashes may be given as a list, or as bytes back to back.
+    one in steps. Memory that a table will need is touched in steps before. Hashes may be given as a list, or as bytes
+    back to back.
 
     Args:
         max_entries: blocks that are noted at most.
@@ -124,13 +126,20 @@ class DirectoryIndex:
 
     @property
     def is_sweeping(self) -> bool:
-        """Whether bits of forgotten lives are left, or entries in an old table."""
-        return bool(self._leaving) or self._old is not None
+        """Whether steps are left: bits of forgotten lives, entries in an old table, or memory to be touched."""
+        return bool(self._leaving) or self._old is not None or self._is_nearly_wide()
+
+    def _is_nearly_wide(self) -> bool:
+        table, num_lives = self._table, self._used_bits.bit_length()
+        is_near = table.num_places >= _LARGE_PLACES and num_lives > 64 * self._num_words - _SPARE_LIVES
+        return is_near and not table.is_ready_to_widen
 
     def sweep(self, num_places: int = SWEEP_PLACES) -> None:
-        """Look for bits of forgotten lives in so many places, and move as many of an old table."""
+        """Look for bits of forgotten lives in so many places, and move or touch as many."""
         with self._lock:
             self._move(num_places)
+            if self._is_nearly_wide():
+                self._table.touch_spare(max(num_places, _TOUCHED_PLACES))
             if self._leaving and not self._passing:
                 # What is moved or added later has no bit of these lives.
                 self._passing, self._passes = self._leaving, [_Pass(table) for table in self._tables()]

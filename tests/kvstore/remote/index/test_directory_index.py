@@ -272,6 +272,32 @@ def test_a_next_table_gets_wider_with_the_others(tables):
     assert len(index.locate(random.Random(2).randbytes(32))) == 71, "and the first node, which has that block, too"
 
 
+def test_what_makes_a_large_table_wider_is_touched_in_steps_before_the_65th_life_comes(tables, monkeypatch):
+    index, left = DirectoryIndex(), list[bool]()
+    for n in range(56):
+        index.add(f"n{n}", random.Random(n).randbytes(32 * 150))
+    while index.is_sweeping:
+        index.sweep()
+    before = index.num_bytes
+    assert not tables[-1].is_ready_to_widen
+    index.add("n56", random.Random(1).randbytes(32))
+    num_steps = 0
+    while index.is_sweeping:
+        index.sweep(100)
+        num_steps += 1
+    assert num_steps == tables[-1].num_places // (1 << 9)
+    assert index.num_bytes == before * 3 // 2
+    widen = HintTable.widen
+    monkeypatch.setattr(
+        HintTable, "widen", lambda table, num: left.append(table.is_ready_to_widen) or widen(table, num)
+    )
+    for n in range(57, 70):
+        index.add(f"n{n}", random.Random(1).randbytes(32))
+    assert left == [True]
+    assert index.num_bytes == before * 3 // 2
+    assert index.locate(random.Random(1).randbytes(32)) == sorted((f"n{n}", 1) for n in (1, *range(56, 70)))
+
+
 def test_an_entry_for_more_lives_is_larger_so_there_are_fewer():
     index, hashes = DirectoryIndex(max_entries=90), [random.Random(n).randbytes(32) for n in range(100)]
     for n in range(70):
