@@ -101,8 +101,8 @@ class HintTable:
     def touch(self, num_places: int) -> bool:
         """Have the system give memory for the next so many places of a new table; return whether all have theirs.
 
-        Memory is given at the first access, and takes up to a second for each gigabyte. Keys go everywhere at once: so
-        the first batch would wait for all of it.
+        Memory is given at the first access, which takes some seconds for a gigabyte. Keys go everywhere at once: so the
+        first batch would wait for all of it.
         """
         start, stop = self._num_touched, min(self._num_touched + num_places, self.num_places)
         for column in (self._keys, *self._rows):
