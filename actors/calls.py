@@ -239,15 +239,22 @@ def call(what: str, method: Any, *args: Any, timeout_s: float) -> Any:
     return answer(what, begin(what, method, *args), timeout_s)
 
 
+def what_is(key: str) -> str:
+    """Return what a key of `ask_all` names, for errors. No id of a node has a slash."""
+    if not key:
+        return "directory"
+    return f"shard {key[1:]} of the directory" if key[0] == "/" else f"store of node {key}"
+
+
 def ask_all(methods: Mapping[str, Any], *args: Any, timeout_s: float) -> dict[str, Any]:
     """Call a method of several actors at once; return each one's answer, or its KVStoreError.
 
     Args:
-        methods: by the node of a store; "" is the directory.
+        methods: by the node of a store; "" is the directory, and "/" with a number one of its shards.
         args: of every method.
         timeout_s: limit for all answers together; an actor that is asked after that has 0.1 s.
     """
-    names = {node: f"store of node {node}" if node else "directory" for node in methods}
+    names = {node: what_is(node) for node in methods}
     asked: dict[str, Any] = {}
     for node, method in methods.items():
         try:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.actors.calls import ask_all
+from kvstore.actors.calls import ask_all, what_is
 from kvstore.errors import InvalidRequest, KVStoreError, StaleVersion, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -16,23 +16,23 @@ _CALL_S = 10.0
 _MAX_TRIES = 8
 
 
-def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> int:
+def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], *directories: Any) -> int:
     """Clear a namespace under a later version than any that is known; raise as `Store.clear` says.
 
     Args:
         namespace: digest of the namespace.
         stores: handle of each node's store by node id.
-        directory: its handle; None when it is away. It notifies the stores that cannot be reached now.
+        directories: the handles of the directory's shards; None for one that is away. They notify the stores that
+            cannot be reached now.
 
     Returns:
         The number of cleared blocks.
     """
-    cleared = 0
+    cleared, shards = 0, {f"/{at}": each for at, each in enumerate(directories) if each is not None}
     for _ in range(_MAX_TRIES):
-        version, asked = _next_version(namespace, stores, directory)
+        version, asked = _next_version(namespace, stores, shards)
         methods = {node: handle.clear for node, handle in stores.items()}
-        if directory is not None:
-            methods[""] = directory.hear_clearing
+        methods |= {key: handle.hear_clearing for key, handle in shards.items()}
         late, refused = [], None
         for node, said in ask_all(methods, namespace, version, timeout_s=_CALL_S).items():
             if isinstance(said, StaleVersion):
@@ -41,10 +41,9 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
             elif isinstance(said, InvalidRequest):
                 refused = said  # It is reachable but did not clear, and will not be notified later.
             elif isinstance(said, KVStoreError):
-                where = f"store of node {node}" if node else "directory"
-                logger.warning("clear: the %s did not answer: %s", where, said)
-            else:
-                cleared += int(said) if node else 0
+                logger.warning("clear: the %s did not answer: %s", what_is(node), said)
+            elif node in stores:
+                cleared += int(said)
         if refused is not None:
             raise refused
         if not late:
@@ -52,15 +51,17 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
     raise StaleVersion(f"wanted to clear nodes {late}, but others went on clearing them; try again")
 
 
-def _next_version(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> tuple[int, set[str]]:
-    """Return (the version after the highest known one, the nodes that answered; "" is the directory)."""
+def _next_version(namespace: bytes, stores: Mapping[str, Any], shards: Mapping[str, Any]) -> tuple[int, set[str]]:
+    """Return (the version after the highest known one, the nodes and shards that answered).
+
+    Each shard is told every clearing, by this module or by the stores, so one that answers is as good as all.
+    """
     methods = {node: handle.version for node, handle in stores.items()}
-    if directory is not None:
-        methods[""] = directory.version
+    methods |= {key: handle.version for key, handle in shards.items()}
     said = ask_all(methods, namespace, timeout_s=_CALL_S)
     known = {node: int(answered) for node, answered in said.items() if not isinstance(answered, KVStoreError)}
     failed = {node: str(error) for node, error in said.items() if isinstance(error, KVStoreError)}
-    if not known.keys() & stores.keys() or ("" not in known and failed.keys() & stores.keys()):
+    if not known.keys() & stores.keys() or (not known.keys() & shards.keys() and failed.keys() & stores.keys()):
         raise StoreUnavailable(
             f"wanted the last clearing from the directory or all of {len(stores)} stores, got none from {failed}; "
             "clear again when they answer"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from kvstore.actors.calls import actor_name, ask_all, call, find_actor, start_ca
 from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.draining import drain_node
 from kvstore.actors.ending import end_actors
-from kvstore.actors.finding import alive_nodes, node_store, node_stores
+from kvstore.actors.finding import alive_nodes, find_shards, locate, node_store, node_stores, shard_stats
 from kvstore.actors.session.handles import USE, is_connected
 from kvstore.actors.session.probing import check_goes_on
 from kvstore.actors.session.rays import RaySession, current_session
@@ -128,9 +127,7 @@ class Store:
             raise InvalidRequest(
                 f"hashes: wanted BlockHashes of space.block_hashes() or space.wrap(), got {type(hashes).__name__}"
             )
-        handle = find_actor(actor_name(self.config.name, "directory"))
-        found: list[tuple[str, int]] = call("directory", handle.locate, list(hashes), timeout_s=_CALL_S)
-        return found
+        return locate(self.config, hashes, _CALL_S)
 
     def clear(self, space: Namespace) -> int:
         """Make all blocks of a namespace a miss on every node, and return their number.
@@ -150,10 +147,7 @@ class Store:
         self._check()
         if not isinstance(space, Namespace):
             raise InvalidRequest(f"space: wanted a kvstore.Namespace, got {type(space).__name__}")
-        directory = None
-        with contextlib.suppress(StoreNotRunning):
-            directory = find_actor(actor_name(self.config.name, "directory"))
-        return clear_everywhere(space.digest, self._handles(), directory)
+        return clear_everywhere(space.digest, self._handles(), *find_shards(self.config))
 
     def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, int]:
         """Take a node out of service for a rolling restart.
@@ -183,8 +177,9 @@ class Store:
         """Return counts of the store, and of each node.
 
         Returns:
-            {"name", "nodes", "problems", "starting"}, the last three by node id: counts, or {"error"}; why a node has
-            no store, and under "supervisor" why that does not answer; what a store that is being made may wait for.
+            {"name", "nodes", "problems", "starting", "directory"}. Three are by node id: counts, or {"error"}; why a
+            node has no store, and under "supervisor" why that does not answer; what a store that is being made may wait
+            for. "directory" is a list with the counts of each shard, or {"error"}.
 
         Raises:
             StoreNotRunning: there is none any more.
@@ -193,6 +188,7 @@ class Store:
         said = ask_all({node: handle.stats for node, handle in self._handles().items()}, timeout_s=_CALL_S)
         nodes = {node: {"error": str(each)} if isinstance(each, KVStoreError) else each for node, each in said.items()}
         found: dict[str, Any] = {"name": self.config.name, "nodes": nodes, "problems": {}, "starting": {}}
+        found["directory"] = shard_stats(self.config, _CALL_S)
         try:
             # It restarts by itself, and nodes serve without it, so keep their answers if it fails.
             supervisor = find_actor(actor_name(self.config.name, "supervisor"))

@@ -1,4 +1,4 @@
-"""Find the nodes of a cluster; find or make the named actors of its stores."""
+"""Find the nodes of a cluster; find or make the named actors of its stores; ask the shards of their directories."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ import ray
 from ray._private import worker as ray_worker
 from ray.core.generated import gcs_pb2
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, check_not_forked, find_actor, ray_failures
+from kvstore.actors.calls import (
+    RAY_NAMESPACE,
+    actor_name,
+    ask_all,
+    call,
+    check_not_forked,
+    find_actor,
+    ray_failures,
+)
+from kvstore.blocks.chain import BlockHashes
 from kvstore.bounds import check_node_id
-from kvstore.errors import StoreNotRunning
+from kvstore.config import StoreConfig
+from kvstore.errors import KVStoreError, StoreNotRunning
+from kvstore.remote.shards.placing import merged, shard_of
 
 _NODES_S = 5.0
 
@@ -89,3 +100,49 @@ def make_actor(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ..
     with ray_failures(name):
         actor_class: Any = ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]
         return actor_class.options(**options).remote(*args)
+
+
+def shard_name(store: str, number: int) -> str:
+    """Return the Ray name of a shard's actor; the first one is named as the only one of a store would be."""
+    return actor_name(store, "directory", str(number) if number else "")
+
+
+def find_shards(config: StoreConfig) -> list[Any]:
+    """Return the handles of the shards that there are now.
+
+    Raises:
+        TransferTimeout, PeerLost: Ray cannot say which there are.
+    """
+    found = []
+    for number in range(config.num_directory_shards):
+        with contextlib.suppress(StoreNotRunning):
+            found.append(find_actor(shard_name(config.name, number)))
+    return found
+
+
+def locate(config: StoreConfig, chain: BlockHashes, timeout_s: float) -> list[tuple[str, int]]:
+    """Return (node id, usable prefix length), longest first, from the shard of a chain's root.
+
+    Where the root is not known every shard is asked, one after the other.
+
+    Raises:
+        StoreNotRunning, PeerLost, TransferTimeout: a shard that has to be asked is away.
+    """
+    shard = shard_of(chain.root_key, config.num_directory_shards)
+    numbers = range(config.num_directory_shards) if shard is None else (shard,)
+    handles = [find_actor(shard_name(config.name, number)) for number in numbers]
+    hashes = list(chain)
+    return merged([call("directory", handle.locate, hashes, timeout_s=timeout_s) for handle in handles])
+
+
+def shard_stats(config: StoreConfig, timeout_s: float) -> list[dict[str, Any]]:
+    """Return the statistics of each shard, in order, or {"error"} of one that does not answer."""
+    found = dict[str, Any]()
+    for number in range(config.num_directory_shards):
+        try:
+            found[f"/{number}"] = find_actor(shard_name(config.name, number), timeout_s)
+        except KVStoreError as error:
+            found[f"/{number}"] = error
+    methods = {key: each.stats for key, each in found.items() if not isinstance(each, KVStoreError)}
+    found |= ask_all(methods, timeout_s=timeout_s)
+    return [{"error": str(each)} if isinstance(each, KVStoreError) else each for each in found.values()]

@@ -1,4 +1,4 @@
-"""Hand a node store's counts to Ray's metrics, once a second, on a thread of its own.
+"""Hand the counts of a node store, or of a directory's shard, to Ray's metrics, once a second, on an own thread.
 
 Ray shows them to Prometheus on the metrics port of each node, after about 10 s. A call of Ray's metrics costs
 microseconds, so nothing that serves makes one. A failure here is logged and costs counts, never the store.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.runtime.guard import Guard
-from kvstore.tools.metrics import METRICS, Stats, samples
+from kvstore.tools.metrics import METRICS, Metric, Stats, samples
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +21,12 @@ Record = Callable[[float, dict[str, str]], object]
 _EVERY_S = 1.0
 
 
-def ray_recorders() -> dict[str, Record]:
-    """Make all metrics in this process; return what records a value of each, by its name."""
+def ray_recorders(metrics: Sequence[Metric] = METRICS) -> dict[str, Record]:
+    """Make metrics in this process; return what records a value of each, by its name."""
     from ray.util.metrics import Counter, Gauge
 
     found: dict[str, Record] = {}
-    for metric in METRICS:
+    for metric in metrics:
         tags = ("node", "store", *metric.tags)
         if metric.is_counter:
             found[metric.name] = Counter(metric.name, metric.description, tags).inc
@@ -44,6 +44,7 @@ class Flusher:
         counts: returns the counts of the node store, and does not wait.
         make: makes the metrics; called on the thread.
         every_s: time between two flushes.
+        metrics: read from the counts.
     """
 
     def __init__(
@@ -53,7 +54,10 @@ class Flusher:
         counts: Callable[[], Stats],
         make: Callable[[], dict[str, Record]] = ray_recorders,
         every_s: float = _EVERY_S,
+        *,
+        metrics: Sequence[Metric] = METRICS,
     ) -> None:
+        self._metrics = metrics
         self._tags, self._counts, self._make, self._every_s = {"node": node_id, "store": store}, counts, make, every_s
         self._closed, self._guard = threading.Event(), Guard(logger, "the flush of metrics")
         self._recorders: dict[str, Record] = {}
@@ -80,7 +84,7 @@ class Flusher:
             self._recorders = self._make()
         before, after = self._before, self._counts()
         self._before = after
-        for sample in samples(before, after):
+        for sample in samples(before, after, self._metrics):
             self._recorders[sample.metric.name](sample.value, {**self._tags, **sample.tags})
 
     def _run(self) -> None:

@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
+from kvstore.actors.finding import shard_name
 from kvstore.actors.metrics import Flusher
 from kvstore.actors.mover import Mover
 from kvstore.actors.serving import DRAIN, READY
@@ -66,8 +67,8 @@ class NodeStore:
         address: PeerAddress = call(what, find_actor(name).peer_address, timeout_s=within_s)
         return address
 
-    def _resolve_directory(self) -> PeerAddress:
-        name = actor_name(self._config.name, "directory")
+    def _resolve_directory(self, number: int = 0) -> PeerAddress:
+        name = shard_name(self._config.name, number)
         address: PeerAddress = call("directory", find_actor(name).address, timeout_s=self._config.call_timeout_s)
         return address
 

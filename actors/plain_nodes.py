@@ -100,14 +100,16 @@ def plain_nodes(config: StoreConfig, num_nodes: int = 2, timeout_s: float = 60.0
     Raises:
         StoreUnavailable: a node was not ready in time; all were ended.
     """
-    directory, nodes = DirectoryServer(_HOST, settle_s=0.0), list[PlainNode]()
+    shards = [DirectoryServer(_HOST, settle_s=0.0) for _ in range(config.num_directory_shards)]
+    nodes = list[PlainNode]()
     try:
         nodes += [PlainNode(f"node-{index}", config) for index in range(num_nodes)]
         deadline_s = time.monotonic() + timeout_s
         told = {node.node_id: node.ask("where", timeout_s) for node in nodes}
         addresses = {node_id: answer["address"] for node_id, answer in told.items()}
-        address = directory.address()
-        addresses[""] = [address.host, address.port, address.token]
+        for number, shard in enumerate(shards):
+            address = shard.address()
+            addresses[_shard_key(number)] = [address.host, address.port, address.token]
         for node in nodes:
             node.control_path = told[node.node_id]["control_path"]
             node.ask("know", timeout_s, addresses)
@@ -120,7 +122,12 @@ def plain_nodes(config: StoreConfig, num_nodes: int = 2, timeout_s: float = 60.0
             node.begin_close()
         for node in nodes:
             node.close()
-        directory.stop()
+        for shard in shards:
+            shard.stop()
+
+
+def _shard_key(number: int) -> str:
+    return f"/{number}"  # No id of a node has a slash.
 
 
 class _ChildMover:
@@ -157,7 +164,10 @@ def _run_store(node_id: str, config: StoreConfig) -> None:
             raise PeerLost(f"wanted one of {sorted(known)}, got {name!r}")
         return PeerAddress(*known[name])
 
-    core = NodeCore(node_id, config, _HOST, lambda name, _: find(name), lambda: find(""), lambda: keeper.replace())
+    def find_shard(number: int = 0) -> PeerAddress:
+        return find(_shard_key(number))
+
+    core = NodeCore(node_id, config, _HOST, lambda name, _: find(name), find_shard, lambda: keeper.replace())
     keeper = MoverKeeper(node_id, lambda: _ChildMover(core), core.state.mover.wait_ready, config.call_timeout_s)
     keeper.start()
     where = core.peer_address()

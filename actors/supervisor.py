@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_name, call, find_actor, on_thread, ray_failures
 from kvstore.actors.directory import Directory
-from kvstore.actors.finding import actors_of, alive_nodes, make_actor
+from kvstore.actors.finding import actors_of, alive_nodes, make_actor, shard_name
 from kvstore.actors.node_store import NodeStore
 from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
@@ -144,7 +144,8 @@ class Supervisor:
     def unfinished(self) -> dict[str, str]:
         """Return, by node id, what each store that is being made now may wait for."""
         with self._lock:
-            made = [key for key, future in self._running.items() if key != "directory" and not future.done()]
+            running = [key for key, future in self._running.items() if not future.done()]
+            made = [key for key in running if not key.startswith("directory")]
         if not made:
             return {}
         with ray_failures("nodes"):
@@ -192,12 +193,14 @@ class Supervisor:
         nodes = alive_nodes()
         self._problems = {node_id: error for node_id, error in self._problems.items() if node_id in nodes}
         # First, because a store that starts before the directory would publish a second later.
-        directory = self._begin("directory", self._ensure_directory)
-        wait([directory], _ROUND_S)
+        directory = [self._begin("directory", self._ensure_directory)]
+        for number in range(1, self._config.num_directory_shards):
+            directory.append(self._begin(f"directory/{number}", self._ensure_directory, number))
+        wait(directory, _ROUND_S)
         ensured = {node_id: self._begin(node_id, self._ensure_node_store, node_id, nodes[node_id]) for node_id in nodes}
         wait(ensured.values(), _ROUND_S)
         self._checked = {node_id: own for node_id, own in self._checked.items() if node_id in nodes}
-        self._serving.keep({self._name("directory"), *(self._name("node", node_id) for node_id in nodes)})
+        self._serving.keep({*self._shards(), *(self._name("node", node_id) for node_id in nodes)})
         served = []
         for node_id, future in ensured.items():
             if not future.done():
@@ -211,9 +214,13 @@ class Supervisor:
             if str(self._problems.get(node_id)) != str(error):
                 logger.warning("node %s has no store: %s", node_id, error)
             self._problems[node_id] = error
-        if directory.done():
-            directory.result()
+        for shard in directory:
+            if shard.done():
+                shard.result()
         return served
+
+    def _shards(self) -> list[str]:
+        return [shard_name(self._config.name, number) for number in range(self._config.num_directory_shards)]
 
     def _name(self, kind: str, node_id: str = "") -> str:
         return actor_name(self._config.name, kind, node_id)
@@ -249,12 +256,18 @@ class Supervisor:
             except Exception as error:  # noqa: BLE001 - logged by the guard; only the supervisor makes stores.
                 pause_s = guard.failed(error)
 
-    def _ensure_directory(self) -> None:
-        name = self._name("directory")
-        if self._serving_actor(name, "the directory", may_restart=True) is None:
+    def _ensure_directory(self, number: int = 0) -> None:
+        name, what = shard_name(self._config.name, number), "the directory"
+        if self._config.num_directory_shards > 1:
+            what = f"shard {number} of the directory"
+        if self._serving_actor(name, what, may_restart=True) is None:
             # Ray restarts the directory; this makes the first one, and another one if Ray has given up.
-            is_first = set(actors_of(self._config.name)) <= {self._name("supervisor")}
-            _make(name, Directory, HEALTH_GROUP, (is_first,), max_restarts=-1, max_concurrency=8)
+            is_first = set(actors_of(self._config.name)) <= {self._name("supervisor"), *self._shards()}
+            args = is_first, number, self._config.to_json()
+            options: dict[str, Any] = {"max_restarts": -1, "max_concurrency": 8}
+            if self._config.num_directory_shards > 1:
+                options["scheduling_strategy"] = "SPREAD"
+            _make(name, Directory, HEALTH_GROUP, args, **options)
 
     def _serving_actor(self, name: str, what: str, *, may_restart: bool) -> Any:
         """Return an actor that serves, or None; see `ServingWatch.serves`."""

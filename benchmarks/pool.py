@@ -29,7 +29,7 @@ import numpy as np
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.pool import Pool
 from kvstore.remote.announcements import PIECE_BLOCKS
-from kvstore.remote.index.directory_index import SWEEP_BLOCKS, DirectoryIndex
+from kvstore.remote.index.directory_index import SWEEP_PLACES, DirectoryIndex
 from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
@@ -139,7 +139,7 @@ def measure_clearing(num_rounds: int) -> Rows:
 
 def measure_directory(num_rounds: int) -> Rows:
     index, hashes = DirectoryIndex(), [os.urandom(32) for _ in range(KNOWN)]
-    batches, prompts, nodes, steps = (Times(size) for size in (PIECE_BLOCKS, SIZES[-1], FEW, SWEEP_BLOCKS))
+    batches, prompts, nodes, steps = (Times(size) for size in (PIECE_BLOCKS, SIZES[-1], FEW, SWEEP_PLACES))
     for at in range(0, KNOWN, PIECE_BLOCKS):
         batch = hashes[at : at + PIECE_BLOCKS]
         batches.timed("directory: add a batch", lambda batch=batch: index.add("large", batch))

@@ -18,13 +18,15 @@ from kvstore.bounds import MIN_BLOCK_BYTES, check_endpoint, clip
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 #: Names of eviction policies, the default first; kvstore.pool.eviction.make has the policies.
 EVICTION_POLICIES = ("learned", "lru")
 
 #: Of `disk_min_uses`.
 MAX_MIN_USES = 255
+#: Every store has two connections to each shard, and a thread for it.
+MAX_SHARDS = 64
 #: Of both watermarks.
 MAX_WATERMARK = 0.5
 #: The low one with `disk_write="back"`; the high one is twice that.
@@ -94,6 +96,8 @@ class StoreConfig:
         metrics: each node store hands its counts to Ray's metrics once a second.
         events_endpoint: where each node publishes which blocks it has, like "tcp://*:5557"; "" for nowhere.
         events_replay_endpoint: where subscribers that missed some ask for them again; "" for nowhere.
+        num_directory_shards: the directory is so many actors, each for the chains of some first blocks. Raise it when
+            one actor's memory or core is not enough (docs/directory.md says when).
     """
 
     name: str = "default"
@@ -125,6 +129,7 @@ class StoreConfig:
     metrics: bool = True
     events_endpoint: str = ""
     events_replay_endpoint: str = ""
+    num_directory_shards: int = 1
 
     def __post_init__(self) -> None:
         # Known before the checks, and to all that compare settings: None is never seen outside.
@@ -169,6 +174,8 @@ class StoreConfig:
             raise ConfigError(f"lane: wanted 'default' or 'tcp', got {self.lane!r}")
         if self.eviction not in EVICTION_POLICIES:
             raise ConfigError(f"eviction: wanted 'learned' or 'lru', got {clip(self.eviction)}")
+        if not 1 <= self.num_directory_shards <= MAX_SHARDS:
+            raise ConfigError(f"num_directory_shards: wanted 1 to {MAX_SHARDS}, got {self.num_directory_shards}")
         self._check_disk()
         self._check_watermarks()
         self._check_events()

@@ -15,9 +15,9 @@ from typing import Any
 
 from kvstore.actors.bench.cluster import on_node, private_nodes
 from kvstore.actors.bench.replay_worker import ReplayWorker, Served, space_of
-from kvstore.actors.calls import actor_name, ask_all, call, find_actor
+from kvstore.actors.calls import ask_all, call
 from kvstore.actors.cluster import Store
-from kvstore.actors.finding import node_store
+from kvstore.actors.finding import locate, node_store
 from kvstore.actors.starting import start
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.config import EVICTION_POLICIES, StoreConfig
@@ -137,11 +137,10 @@ class _Fleet:
 
     def wait_known(self, chain: BlockHashes) -> None:
         """Wait until the directory knows what the nodes have of a chain."""
-        directory = find_actor(actor_name(self._config.name, "directory"))
         wanted = {node: self.num_here(worker, chain) for node, worker in self._workers.items()}
         wanted = {node: count for node, count in wanted.items() if count}
         until_s = time.monotonic() + _SETTLE_S
-        while dict(call("directory", directory.locate, list(chain), timeout_s=_TIMEOUT_S)) != wanted:
+        while dict(locate(self._config, chain, _TIMEOUT_S)) != wanted:
             if time.monotonic() > until_s:
                 raise StoreUnavailable(f"the directory has not heard of the old blocks within {_SETTLE_S:g} s")
             time.sleep(_LOOK_AGAIN_S)

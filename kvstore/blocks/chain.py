@@ -30,6 +30,8 @@ class BlockHashes(Record, frozen=True):
         parent: hash of the block before the run, 32 bytes; the namespace digest when start is 0.
         start: index in the chain of the first block of the run.
         data: the hashes back to back, 32 bytes each; may be empty.
+        root_key: the first four bytes of the hash of the chain's first block, little-endian; 0 where that is not known.
+            At start 0 it is taken from the data. It only chooses a shard of the directory.
 
     Raises:
         InvalidRequest: a length or type is wrong, or the end of the run does not fit in a message.
@@ -40,6 +42,7 @@ class BlockHashes(Record, frozen=True):
     parent: Digest
     start: U32
     data: bytes
+    root_key: U32 = 0
 
     def __post_init__(self) -> None:
         for value in (self.namespace, self.parent):
@@ -64,6 +67,10 @@ class BlockHashes(Record, frozen=True):
         for name, value in (("namespace", self.namespace), ("parent", self.parent), ("data", self.data)):
             if type(value) is not bytes:  # A subclass cannot be sent.
                 msgspec.structs.force_setattr(self, name, bytes(value))
+        if not self.start:
+            msgspec.structs.force_setattr(self, "root_key", root_key_of(self.data))
+        elif type(self.root_key) is not int or not 0 <= self.root_key < 1 << 32:
+            raise InvalidRequest(f"BlockHashes: wanted root_key from 0 to {(1 << 32) - 1}, got {clip(self.root_key)}")
         if (self.start == 0) != (self.parent == self.namespace):
             raise ChainBroken(
                 "BlockHashes: wanted the namespace digest as parent exactly at start 0, "
@@ -102,7 +109,7 @@ class BlockHashes(Record, frozen=True):
             if first == 0 and last == count:
                 return self
             data = self.data[first * HASH_BYTES : last * HASH_BYTES]
-            return BlockHashes(self.namespace, self._before(first), self.start + first, data)
+            return BlockHashes(self.namespace, self._before(first), self.start + first, data, self.root_key)
         try:
             at = operator.index(index)
         except TypeError:
@@ -178,7 +185,7 @@ class BlockHashes(Record, frozen=True):
                 f"got one at block {b.start} after {b.parent.hex()[:8]}; "
                 "join neighbours of one chain, in order"
             )
-        return BlockHashes(a.namespace, a.parent, a.start, a.data + b.data)
+        return BlockHashes(a.namespace, a.parent, a.start, a.data + b.data, a.root_key or b.root_key)
 
     def end(self, namespace: bytes, verb: str) -> tuple[int, bytes]:
         """Return (index, parent) of the block after this run, for a continuation in `namespace`.
@@ -232,6 +239,11 @@ def _check_run(verb: str, value: object) -> None:
         raise InvalidRequest(
             f"BlockHashes.{verb}: wanted BlockHashes of space.block_hashes() or space.wrap(), got {brief(value)}"
         )
+
+
+def root_key_of(first: bytes) -> int:
+    """Return the root key of a chain whose first block's hash begins so; 0 for no bytes."""
+    return int.from_bytes(first[:4], "little")
 
 
 def hashes_in(data: bytes) -> list[bytes]:

@@ -82,6 +82,7 @@ class HeldBlock(NamedTuple):
     depth: int
     block_hash: bytes
     is_low: bool = False
+    root_key: int = 0
 
 
 class Victims(NamedTuple):
@@ -194,7 +195,8 @@ class PoolStats:
 def chain_of(run: list[HeldBlock]) -> BlockHashes:
     """Return the names of blocks that follow each other."""
     first = run[0]
-    return BlockHashes(first.namespace, first.parent, first.depth, b"".join([block.block_hash for block in run]))
+    data = b"".join([block.block_hash for block in run])
+    return BlockHashes(first.namespace, first.parent, first.depth, data, first.root_key)
 
 
 def runs_of_held(blocks: list[HeldBlock]) -> Iterator[list[HeldBlock]]:

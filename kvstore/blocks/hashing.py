@@ -100,7 +100,7 @@ class Namespace:
         tokens = token_bytes(token_ids)
         block_bytes = 4 * self.shape.block_size
         end = len(tokens) // block_bytes * block_bytes
-        start, root = self._end("block_hashes", parent)
+        start, root, root_key = self._end("block_hashes", parent)
         last, found = root, []
         if extra is None:
             fresh = sha256()  # Copying one is faster than making a new one.
@@ -126,7 +126,7 @@ class Namespace:
             for at, keys in zip(range(0, end, block_bytes), entries, strict=True):
                 last = sha256(last + tokens[at : at + block_bytes] + encode_keys(keys)).digest()
                 found.append(last)
-        return BlockHashes(self.digest, root, start, b"".join(found))
+        return BlockHashes(self.digest, root, start, b"".join(found), root_key)
 
     def wrap(self, engine_hashes: Sequence[bytes | int], parent: BlockHashes | None = None) -> BlockHashes:
         """Return a run made from an engine's own chained hashes, taken as opaque names of blocks.
@@ -147,7 +147,7 @@ class Namespace:
             raise InvalidRequest(
                 f"wrap: wanted a sequence of hashes, got {brief(engine_hashes)}; pass a list with one item per block"
             )
-        start, root = self._end("wrap", parent)
+        start, root, root_key = self._end("wrap", parent)
         prefix = _WRAP_TAG + self.digest
         found = []
         for engine_hash in engine_hashes:
@@ -157,17 +157,17 @@ class Namespace:
                     "pass the engine's block hashes unchanged"
                 )
             found.append(sha256(prefix + encode_key(engine_hash)).digest())
-        return BlockHashes(self.digest, root, start, b"".join(found))
+        return BlockHashes(self.digest, root, start, b"".join(found), root_key)
 
-    def _end(self, verb: str, parent: BlockHashes | None) -> tuple[int, bytes]:
-        """Return (index, parent) of the first block of a run that continues `parent`, or begins a chain."""
+    def _end(self, verb: str, parent: BlockHashes | None) -> tuple[int, bytes, int]:
+        """Return (index, parent, root key) of the first block of a run that continues `parent`, or begins a chain."""
         if parent is None:
-            return 0, self.digest
+            return 0, self.digest, 0
         if not isinstance(parent, BlockHashes):
             raise InvalidRequest(
                 f"{verb}: wanted parent as the BlockHashes that these continue, or None, got {brief(parent)}"
             )
-        return parent.end(self.digest, verb)
+        return *parent.end(self.digest, verb), parent.root_key
 
 
 def _is_iterable(value: object) -> bool:

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.chain import BlockHashes, root_key_of
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record, hashes_of, runs_of
@@ -52,13 +52,15 @@ def restore(pool: Pool, places: Places, records: Sequence[Record], num_clears: M
     for record in records:
         spaces[record.namespace].append(record)
     runs = [run for blocks in spaces.values() for run in runs_of(blocks)]
+    root_keys = _root_keys_of(runs)
     # A run may come before the one that it hangs on: the pool takes children whose parent comes later.
     runs.sort(key=lambda run: run[-1].generation)
     num_restored = 0
     for run in runs:
         first = run[0]
         try:
-            chain = BlockHashes(first.namespace, first.parent, first.depth, hashes_of(run))
+            root_key = root_keys[first.namespace, first.block_hash]
+            chain = BlockHashes(first.namespace, first.parent, first.depth, hashes_of(run), root_key)
             ticket = pool.prepare_store(chain, OWNER, needs_parent=False, num_clears=num_clears[first.namespace])
         except KVStoreError as error:
             logger.warning("blocks of the disk are left out: %s", error)
@@ -68,3 +70,18 @@ def restore(pool: Pool, places: Places, records: Sequence[Record], num_clears: M
             places.assign(slot, run[index])
         num_restored += pool.complete_store(ticket.write_id, OWNER) if ticket.write_id else 0
     return num_restored
+
+
+def _root_keys_of(runs: Sequence[Sequence[Record]]) -> dict[tuple[bytes, bytes], int]:
+    """Return the root keys of blocks by namespace and hash; 0 where the way to the root is not on this disk.
+
+    Args:
+        runs: each after the one that it hangs on, as `runs_of` returns them.
+    """
+    found = dict[tuple[bytes, bytes], int]()
+    for run in runs:
+        first = run[0]
+        is_root = first.parent == first.namespace
+        root_key = root_key_of(first.block_hash) if is_root else found.get((first.namespace, first.parent), 0)
+        found.update(((record.namespace, record.block_hash), root_key) for record in run)
+    return found

@@ -136,7 +136,7 @@ class DiskTier:
                 self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
             if self.note:
                 logger.info("disk tier %s: %s", self._folder.path, self.note)
-            pool = Pool(num_slots, presence=presence)
+            pool = Pool(num_slots, presence=presence, has_roots=self._config.num_directory_shards > 1)
             self._context = TierContext(
                 tier_id=bytes.fromhex(label.tier_id),
                 memory_pool=memory_pool,

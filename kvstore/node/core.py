@@ -31,10 +31,10 @@ from kvstore.node.residents import Residents
 from kvstore.node.state import NodeState
 from kvstore.node.stats import counts_of
 from kvstore.pool.pool import Pool
-from kvstore.remote.directory_link import Hints
 from kvstore.remote.fetch import Fetcher
 from kvstore.remote.load import Load
 from kvstore.remote.peers import PeerAddress, PeerBook, Resolver
+from kvstore.remote.shards.links import link_to_directory
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.socket_files import remove_stale_sockets
 from kvstore.runtime import clock
@@ -58,7 +58,7 @@ class NodeCore:
         config: the same on every node.
         host: address at which peers reach this node.
         resolve_peer: finds another node's store through the cluster.
-        resolve_directory: finds the directory through the cluster.
+        resolve_directory: finds the directory through the cluster; called with the number of a shard if it has several.
         on_mover_gone: called, on its own thread, when the mover's process is gone and has to be replaced.
 
     Raises:
@@ -72,7 +72,7 @@ class NodeCore:
         config: StoreConfig,
         host: str,
         resolve_peer: Resolver,
-        resolve_directory: Callable[[], PeerAddress],
+        resolve_directory: Callable[..., PeerAddress],
         on_mover_gone: Callable[[], None] = lambda: None,
     ) -> None:
         if not 0 < len(node_id) <= MAX_NODE_ID_CHARS or "/" in node_id:
@@ -114,8 +114,9 @@ class NodeCore:
             self._divided,
             disk,
         )
-        hear, timeout_s = service.hear_clearing, config.call_timeout_s
-        hints = Hints(node_id, resolve_directory, timeout_s, versions, hear, presence.set_alone, epoch)
+        hear, timeout_s, alone = service.hear_clearing, config.call_timeout_s, presence.set_alone
+        find, num_shards = resolve_directory, config.num_directory_shards
+        hints = link_to_directory(num_shards, node_id, find, timeout_s, versions, hear, alone, epoch)
         fetcher = Fetcher(config, hints, peers, mover, threads, hear, disk)
         self.state = NodeState(
             node_id=node_id,

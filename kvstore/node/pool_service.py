@@ -71,9 +71,8 @@ class PoolService:
         disk: DiskTier | None = None,
     ) -> None:
         self._node_id, self._config, self._epoch = node_id, config, epoch
-        self._presence, self.versions = presence, versions
-        self._changed, self._wake, self._divided = changed, wake, divided
-        self._disk, self._attach_lock, self.traffic = disk, threading.Lock(), Traffic()
+        self._presence, self.versions, self._disk, self.traffic = presence, versions, disk, Traffic()
+        self._changed, self._wake, self._divided, self._attach_lock = changed, wake, divided, threading.Lock()
         self.current, self.slot_bytes = Pool(0, epoch=epoch, clears=presence.clears), 0
         self.reclaimer: Reclaimer | None = None  # None before the first namespace attaches, and without watermarks.
         self.block_bytes: dict[bytes, int] = {}  # Of each namespace that has attached.
@@ -151,6 +150,7 @@ class PoolService:
             on_published=self.traffic.hearing(self.block_bytes, None if self._disk is None else self._disk.offer),
             on_used=None if self._disk is None or config.disk_min_uses == 1 else self._disk.used,
             eviction=make_policy(config.eviction, num_slots),
+            has_roots=config.num_directory_shards > 1,
         )
         self.slot_bytes = slot_bytes
         if any(config.watermarks):

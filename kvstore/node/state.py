@@ -11,9 +11,9 @@ from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
 from kvstore.node.events.publisher import EventPublisher
 from kvstore.node.pool_service import PoolService
-from kvstore.remote.directory_link import Hints
 from kvstore.remote.fetch import Fetcher
 from kvstore.remote.peers import PeerBook
+from kvstore.remote.shards.links import DirectoryLink
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.runtime.store_threads import StoreThreads
 
@@ -51,7 +51,7 @@ class NodeState:
     mover: MoverLink
     threads: StoreThreads
     peers: PeerBook
-    hints: Hints
+    hints: DirectoryLink
     fetcher: Fetcher
     disk: DiskTier | None = None
     events: EventPublisher | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -15,6 +15,8 @@ from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.errors import ChainBroken
 from kvstore.memory.clears import group_of
 from kvstore.memory.presence import PresenceCounts
+from kvstore.pool.events.log import EventLog
+from kvstore.pool.events.roots import RootColumn
 from kvstore.pool.eviction.priorities import PriorityOrder
 from kvstore.pool.runs import NO_RUN, Run, RunColumns
 from kvstore.pool.slot_lists import NO_SLOTS, SlotList, join
@@ -54,36 +56,6 @@ class Space:
 NOTHING = Space(b"")
 
 
-@dataclass(slots=True)
-class EventLog:
-    """Hashes that became findable (True) or unfindable (False), in order, each added together with its change.
-
-    With more than `max_hashes` hashes since the last `take`, none is kept: then the reader needs a snapshot.
-    `on_change` hears of each change at once, with the slots of blocks that became findable.
-    """
-
-    max_hashes: int
-    events: list[tuple[bool, Collection[bytes]]] = field(default_factory=list)
-    on_change: Callable[[Collection[bytes], list[int] | None], None] | None = None
-    _num_hashes: int = 0
-
-    def add(self, present: bool, hashes: Collection[bytes], slots: list[int] | None = None) -> None:
-        """Note that some blocks became findable or unfindable."""
-        if self.on_change is not None:
-            self.on_change(hashes, slots)
-        self._num_hashes += len(hashes)
-        if self._num_hashes <= self.max_hashes:
-            self.events.append((present, hashes))
-        else:
-            self.events.clear()
-
-    def take(self) -> list[tuple[bool, Collection[bytes]]] | None:
-        """Return and forget all events; None when there were too many to keep."""
-        events, was_too_much = self.events, self._num_hashes > self.max_hashes
-        self.events, self._num_hashes = [], 0
-        return None if was_too_much else events
-
-
 class BlockIndex:
     """The blocks of a pool by namespace and hash, with one column per attribute.
 
@@ -95,7 +67,9 @@ class BlockIndex:
     counts first blocks of chains, also those being written, `eviction` is told of blocks without children.
     """
 
-    def __init__(self, num_slots: int, presence: PresenceCounts, eviction: PriorityOrder) -> None:
+    def __init__(
+        self, num_slots: int, presence: PresenceCounts, eviction: PriorityOrder, *, has_roots: bool = False
+    ) -> None:
         self.presence, self._eviction = presence, eviction
         self.block_hash, self.parent = [b""] * num_slots, [b""] * num_slots
         #: The space of each slot's block, perhaps one in `cleared`; `NOTHING` for a slot without a block.
@@ -105,6 +79,7 @@ class BlockIndex:
         # The same memory, for all slots of a claim at once.
         self.nums_children = np.frombuffer(self.num_children, np.int32)
         self._depths = np.frombuffer(self.depth, np.int64)
+        self.roots = RootColumn(num_slots, is_kept=has_roots)
         self.claims = RunColumns(num_slots)
         self.run, self.place = self.claims.run, self.claims.place
         self.spaces: dict[bytes, Space] = {}
@@ -170,15 +145,25 @@ class BlockIndex:
     # Writing.
 
     def claim(
-        self, run: Run, hashes: list[bytes], parents: list[bytes], namespace: bytes, depths: npt.NDArray[np.int64]
+        self,
+        run: Run,
+        hashes: list[bytes],
+        parents: list[bytes],
+        namespace: bytes,
+        depths: npt.NDArray[np.int64],
+        root_key: int = 0,
     ) -> None:
-        """Put the blocks of a new claim, given with the hash before each, into its slots; they are being written."""
+        """Put the blocks of a new claim, given with the hash before each, into its slots; they are being written.
+
+        `root_key` is that of their chain; 0 takes that of the block they hang on, if it is here.
+        """
         space, claimed, num_children = self._open(namespace), run.slots, self.num_children
         if parents[0] == namespace:  # Only the first of a claim can be a chain's first. A lookup may wait for it.
             self.presence.add(hashes[0])
         space.writing.update(zip(hashes, claimed, strict=True))
         index, count = run.whole.index, len(claimed)
         self._depths[index] = depths
+        self.roots.claimed(index, root_key, parents[0], (space.ready, space.writing))
         if isinstance(index, slice) and parents[1:] == hashes[:-1]:
             # Neighbours, each the child of the one before: set whole columns.
             self.block_hash[index], self.parent[index] = hashes, parents
@@ -225,7 +210,7 @@ class BlockIndex:
         space.ready.update(zip(hashes, slots, strict=True))
         run = self.run[slots[0]]
         run.published(slots[: self.claims.num_of_claim(run, self.place[slots[0]], slots, 0)])
-        self.events.add(True, hashes, slots)
+        self.events.add(True, hashes, slots, roots=self.roots.of(slots))
 
     # Taking out.
 

@@ -109,10 +109,11 @@ class LeaseTable(OwnedTable[_Lease]):
         """Pin the slots that have readable blocks of a namespace, until they are released; see `Pool.hold`."""
         table, index, is_low = self._table, self._table.index, self._table.eviction.is_low
         space = index.space_of(namespace)
+        blocks, parents, depths, root_at = index.block_hash, index.parent, index.depth, index.roots.at
         found = [
-            HeldBlock(slot, namespace, index.parent[slot], index.depth[slot], index.block_hash[slot], is_low(slot))
+            HeldBlock(slot, namespace, parents[slot], depths[slot], blocks[slot], is_low(slot), root_at(slot))
             for slot in slots
-            if space.ready.get(index.block_hash[slot]) == slot
+            if space.ready.get(blocks[slot]) == slot
         ]
         columns, held = table.columns, [block.slot for block in found]
         # A block that is pinned already takes nothing from the budget.

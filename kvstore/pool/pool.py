@@ -23,6 +23,8 @@ from kvstore.bounds import MAX_PARTS, check_count
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
 from kvstore.memory.presence import PresenceCounts
+from kvstore.pool.events.log import RootedChange
+from kvstore.pool.events.roots import RootKeys
 from kvstore.pool.eviction.policy import EvictionPolicy
 from kvstore.pool.leases import LeaseTable
 from kvstore.pool.slot_checks import check_slots
@@ -63,6 +65,7 @@ class Pool:
         eviction: chooses what goes when the pool is full, for as many slots, and for no other pool; the least recently
             used when None.
         now_s: the clock by which the priorities of blocks end, and ages of leases are told, in seconds.
+        has_roots: keep the root key of each block, for a directory of several shards.
     """
 
     def __init__(
@@ -79,13 +82,14 @@ class Pool:
         on_used: Callable[[bytes, list[int], bool], None] | None = None,
         eviction: EvictionPolicy | None = None,
         now_s: Callable[[], float] = clock.now_s,
+        has_roots: bool = False,
     ) -> None:
         if num_slots < 0:
             raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
         self._yield = yield_point
-        self.table = SlotTable(num_slots, presence, eviction, now_s)
+        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots)
         self.watches = WatchTable(self.table.index)
         self.swept_at_once = _SWEPT_AT_ONCE
         new_id = count_from(secrets.randbits(48) + 1).__next__
@@ -515,15 +519,29 @@ class Pool:
         None when there were more changes than slots and than 16,384: these were not kept, and `resident_hashes` gives
         the present state.
         """
+        events = self.drain_rooted()
+        return None if events is None else [(present, own) for present, hashes, _ in events for own in hashes]
+
+    def drain_rooted(self) -> list[RootedChange] | None:
+        """Return and forget the changes like `drain_events`, but those of one step together, with their root keys.
+
+        The root keys are None where they are not known: after a clearing, and in a pool that does not keep them.
+        """
         with self._lock:
-            events = self.table.index.events.take()
-        return None if events is None else [(present, own) for present, hashes in events for own in hashes]
+            return self.table.index.events.take()
 
     def resident_hashes(self) -> list[bytes]:
         """Return a consistent snapshot of all findable hashes, and forget pending events."""
         with self._lock:
             self.table.index.events.take()
             return [own for space in self.table.index.spaces.values() for own in space.ready]
+
+    def resident_rooted(self) -> list[tuple[list[bytes], RootKeys | None]]:
+        """Return all findable hashes with their root keys, one pair for each namespace. Pending events stay."""
+        with self._lock:
+            index = self.table.index
+            spaces = [space.ready for space in index.spaces.values() if space.ready]
+            return [(list(ready), index.roots.of(ready.values())) for ready in spaces]
 
     def tell_changes(self, on_change: Callable[[Collection[bytes], list[bytes] | None], None] | None) -> None:
         """Have a callback called under the pool's lock with each change of the findable blocks, in order.

@@ -36,13 +36,15 @@ class SlotTable:
         presence: PresenceCounts | None = None,
         eviction: EvictionPolicy | None = None,
         now_s: Callable[[], float] = clock.now_s,
+        *,
+        has_roots: bool = False,
     ) -> None:
         self.num_slots = num_slots
         self.columns = SlotColumns(num_slots)
         policy = LeastRecentlyUsed(num_slots) if eviction is None else eviction
         self.eviction = PriorityOrder(policy, num_slots, now_s)
         presence = PresenceCounts(bytearray(_OWN_COUNTERS)) if presence is None else presence
-        self.index = BlockIndex(num_slots, presence, self.eviction)
+        self.index = BlockIndex(num_slots, presence, self.eviction, has_roots=has_roots)
         self.num_evicted = self.num_published = 0
         #: `on_short` is called by a claim that leaves fewer free slots, `on_evicted` with what a claim has evicted.
         self.least_free, self.on_short = 0, _nothing
@@ -55,6 +57,7 @@ class SlotTable:
         namespace: bytes,
         depths: npt.NDArray[np.int64],
         retention: Retention = NORMAL,
+        root_key: int = 0,
     ) -> Run:
         """Take slots for the leading blocks that get one, free slots first, then by eviction.
 
@@ -64,7 +67,7 @@ class SlotTable:
         if run.slots:
             hashes = hashes[: len(run.slots)]
             run.data = b"".join(hashes)
-            self.index.claim(run, hashes, parents[: len(hashes)], namespace, depths[: len(hashes)])
+            self.index.claim(run, hashes, parents[: len(hashes)], namespace, depths[: len(hashes)], root_key)
             self.eviction.claimed(run.whole, hashes, retention)
         return run
 
@@ -150,7 +153,7 @@ class SlotTable:
 
     def _went(self, slots: list[int], hashes: list[bytes]) -> None:
         if hashes:
-            self.index.events.add(False, hashes)
+            self.index.events.add(False, hashes, roots=self.index.roots.of(slots))
             self.num_evicted += len(hashes)
             self.eviction.evicted(SlotList.of(slots), hashes)
 
@@ -229,7 +232,7 @@ class SlotTable:
         found = [(own, slot) for slot in slots if (own := self.index.discard(slot))]
         if found:
             gone = [slot for _, slot in found]
-            self.index.events.add(False, [own for own, _ in found])
+            self.index.events.add(False, [own for own, _ in found], roots=self.index.roots.of(gone))
             listed = SlotList.of(gone)
             self.index.forget(listed)
             self.index.shorten()

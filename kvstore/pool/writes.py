@@ -198,7 +198,7 @@ class WriteTable(OwnedTable[_Write]):
             missing = [i for i, slot in enumerate(found) if slot is None]
             hashes, parents, depths = [hashes[i] for i in missing], [parents[i] for i in missing], depths[missing]
         self._sweep_writing(len(hashes) - self._table.columns.num_free)
-        run = self._table.claim(hashes, parents, chain.namespace, depths, terms.retention)
+        run = self._table.claim(hashes, parents, chain.namespace, depths, terms.retention, chain.root_key)
         count = len(run.slots)
         if count and terms.num_parts > 1:
             self._parts.begin(run, terms.num_parts, terms.parts_deadline_s)

@@ -45,7 +45,7 @@ class Blocks(Protocol):
         """Return and forget the changes since the last call; None if they were too many. See `Pool.drain_events`."""
 
     def resident_hashes(self) -> list[bytes]:
-        """Return all hashes, and forget pending changes."""
+        """Return all hashes, mostly each after those that it builds on, and forget pending changes."""
 
 
 class Announcements:
@@ -63,10 +63,13 @@ class Announcements:
         self._pool: Blocks | None = None
         self._is_full_wanted = True
         self._sequence = 0
+        #: A full announcement begins with the next batch.
+        self._begins = False
         # Blocks that changed and were not announced yet: True if the block is here now.
         self._changes: dict[bytes, bool] = {}
-        #: The blocks of a full announcement that are still to be sent; None while none is under way.
-        self._rest: set[bytes] | None = None
+        #: The blocks of a full announcement that are still to be sent, the last ones first; None while none is under
+        #: way. In order, because a block that is known before those that it builds on is of no use yet.
+        self._rest: dict[bytes, None] | None = None
         self._has_lost_changes = False
 
     def follow(self, blocks: Blocks | None) -> None:
@@ -75,7 +78,7 @@ class Announcements:
 
     def begin_connection(self) -> None:
         """Start again with a full announcement, numbered from 1: earlier batches no longer count."""
-        self._sequence, self._is_full_wanted = 0, True
+        self._sequence, self._is_full_wanted, self._begins = 0, True, False
 
     @property
     def is_all_told(self) -> bool:
@@ -87,9 +90,14 @@ class Announcements:
         """Whether all changes that were known at the last batch were announced."""
         return not self._changes and (self._rest is None or not self._has_lost_changes)
 
+    def has_news(self) -> bool:
+        """Look for changes; return whether the next batch would announce anything."""
+        self._begins = self._look() or self._begins
+        return self._begins or not self.is_all_told
+
     def next(self, versions: Mapping[bytes, int]) -> Batch:
         """Return the next batch; it is empty if nothing changed."""
-        begins = self._look()
+        begins, self._begins = self._look() or self._begins, False
         room = self._piece_blocks if self._rest is None else -(-self._piece_blocks // 2)
         told = dict(islice(self._changes.items(), room))
         for block_hash in told:
@@ -98,7 +106,7 @@ class Announcements:
         removed = [block_hash for block_hash, present in told.items() if not present]
         ends = False
         if self._rest is not None:
-            added += [self._rest.pop() for _ in range(min(len(self._rest), self._piece_blocks - len(told)))]
+            added += [self._rest.popitem()[0] for _ in range(min(len(self._rest), self._piece_blocks - len(told)))]
             if ends := not self._rest:
                 self._rest = None
         self._sequence += 1
@@ -116,16 +124,17 @@ class Announcements:
             for present, block_hash in events:
                 self._changes[block_hash] = present
                 if self._rest is not None:
-                    self._rest.discard(block_hash)
+                    self._rest.pop(block_hash, None)
             is_full_wanted = len(self._changes) > _MAX_PIECES_OF_CHANGES * self._piece_blocks
         elif events is None:
             is_full_wanted = True
         if not is_full_wanted:
             return False
-        self._rest = set() if pool is None else set(pool.resident_hashes())
+        self._rest = {} if pool is None else dict.fromkeys(reversed(pool.resident_hashes()))
         self._has_lost_changes = events is None
         # Blocks that became findable recently come first. Blocks that are gone do not appear in a full announcement.
         changed = [*self._changes, *(own for _, own in events or ())]
         self._changes = {own: True for own in changed if own in self._rest}
-        self._rest.difference_update(self._changes)
+        for own in self._changes:
+            del self._rest[own]
         return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 from kvstore.blocks.chain import decode_chain
 from kvstore.blocks.codec import decode_object, encode, encode_object
@@ -70,7 +71,8 @@ class DirectoryServer:
 
     def __init__(self, host: str, settle_s: float = SETTLE_S) -> None:
         self.index = DirectoryIndex()
-        self._token = secrets.token_hex(16)
+        self._token, self._epoch = secrets.token_hex(16), secrets.token_hex(8)
+        self._num_resyncs = self._num_gaps = 0
         self._host = host
         self._settle_s = settle_s
         self.settled_at_s = clock.now_s() + settle_s
@@ -90,6 +92,22 @@ class DirectoryServer:
     def address(self) -> PeerAddress:
         """Return where stores reach this directory."""
         return PeerAddress(self._host, self.server.port, self._token)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what is known here, and counts since this directory began; takes no time. `epoch` is its life."""
+        index, served = self.index, self.server.num_served
+        return {
+            "epoch": self._epoch,
+            "num_nodes": len(index.nodes()),
+            "num_blocks": len(index),
+            "num_bytes": index.num_bytes,
+            "num_dropped": index.num_dropped,
+            "num_batches": served[Op.PUBLISH],
+            "num_locates": served[Op.LOCATE],
+            "num_walked": index.num_walked,
+            "num_resyncs": self._num_resyncs,
+            "num_gaps": self._num_gaps,
+        }
 
     def stop(self) -> None:
         """Stop serving."""
@@ -134,6 +152,7 @@ class DirectoryServer:
     def _publish(self, link: _Link, batch: Batch) -> bytes:
         """Add a batch to the index. Return the versions that this connection was not told yet."""
         if batch.sequence != link.sequence + 1 or not (batch.begins or link.life or link.coming):
+            self._num_gaps += 1
             raise ProtocolError(
                 f"wanted batch {link.sequence + 1}, with a full announcement first, got batch {batch.sequence}; "
                 "connect again"
@@ -160,6 +179,7 @@ class DirectoryServer:
         """Begin a full announcement; the one before it counts until this one is complete."""
         self.index.forget(link.node_id, link.coming)
         link.coming = next(self._lives)
+        self._num_resyncs += 1
         for other in self.links.values():
             is_same = (other.node_id, other.epoch, other.owner) == (link.node_id, link.epoch, link.owner)
             if is_same and other is not link and other.sequence:

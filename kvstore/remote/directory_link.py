@@ -42,7 +42,7 @@ _ANSWER_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class Waiting:
     """A callback for when a batch of this number has been published, or for `until_s`."""
 
     then: Callable[[], None]
@@ -60,6 +60,7 @@ class Hints:
             may not know.
         say_alone: called, without a request, with whether this node is the only one that has blocks (see `is_alone`).
         epoch: this life of the store; the directory distinguishes the connections of different lives by it.
+        is_shard: the directory has other shards, too: batches without news are only sent as heartbeats.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class Hints:
         clear: Callable[[bytes, int], object],
         say_alone: Callable[[bool], None] = lambda alone: None,
         epoch: bytes | None = None,
+        *,
+        is_shard: bool = False,
     ) -> None:
         self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
         self._epoch = secrets.token_bytes(8) if epoch is None else epoch
@@ -78,9 +81,10 @@ class Hints:
         self._owner_key = secrets.token_bytes(OWNER_KEY_BYTES)
         self.versions, self._clear, self._told = versions, clear, 0
         self._announcements = Announcements()
+        self._is_shard, self._answered_s = is_shard, -math.inf
         self._condition = threading.Condition()
         #: The callers that wait for the publishing of a batch.
-        self.waiting: list[_Waiting] = []
+        self.waiting: list[Waiting] = []
         self._num_begun = 0
         self._pending = self._stopping = self.is_away = False
         self._publisher: ControlClient | None = None
@@ -125,7 +129,7 @@ class Hints:
             if then is None:
                 return
             if not (self._stopping or self.is_away):
-                self.waiting.append(_Waiting(then, self._num_begun + 1, clock.now_s() + _ANSWER_WITHIN_S))
+                self.waiting.append(Waiting(then, self._num_begun + 1, clock.now_s() + _ANSWER_WITHIN_S))
                 return
         then()
 
@@ -134,7 +138,7 @@ class Hints:
         now_s = clock.now_s()
         self._answer(lambda waiting: waiting.until_s < now_s)
 
-    def _answer(self, is_due: Callable[[_Waiting], bool]) -> None:
+    def _answer(self, is_due: Callable[[Waiting], bool]) -> None:
         with self._condition:
             due = [waiting for waiting in self.waiting if is_due(waiting)]
             self.waiting = [waiting for waiting in self.waiting if not is_due(waiting)]
@@ -214,11 +218,15 @@ class Hints:
         until_s, nodes = self._remembered.pop(block_hash, (0.0, []))
         return nodes if clock.now_s() < until_s else []
 
-    def stop(self) -> None:
-        """End the thread and close the connections."""
+    def end_soon(self) -> None:
+        """Begin to stop, and do not wait for it."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
+
+    def stop(self) -> None:
+        """End the thread and close the connections."""
+        self.end_soon()
         if self.thread.is_alive():
             self.thread.join(2.0)
         self._solitude.end()
@@ -272,12 +280,15 @@ class Hints:
             self._condition.wait_for(lambda: self._stopping, seconds)
 
     def _publish(self) -> bool:
-        """Send a batch to the directory, and note the clearings in its answer. Return whether it answered."""
+        """Send a batch to the directory, and note the clearings in its answer. Return whether it is there."""
         try:
             if self._publisher is None or self._publisher.closed:
                 self._publisher, self._told = self._connect(), 0
                 self._announcements.begin_connection()
             told, versions = self.versions.since(self._told)
+            has_time = self._is_shard and clock.now_s() < self._answered_s + _HEARTBEAT_S
+            if has_time and not versions and not self._announcements.has_news():
+                return True  # What changed is another shard's.
             # Sent even when empty: this shows whether the directory was restarted.
             batch = encode(self._announcements.next(versions))
             news = decode_versions(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
@@ -289,7 +300,7 @@ class Hints:
                 raise
             logger.info("could not publish hints: %s; will announce everything anew", error)
             return False
-        self._told = told
+        self._told, self._answered_s = told, clock.now_s()
         self.versions.hear_all(news, self._clear)
         self.has_met.set()
         return True

@@ -27,11 +27,11 @@ from kvstore.errors import (
 from kvstore.mover.link import MoverLink
 from kvstore.pool.save_waits import SaveWaits
 from kvstore.remote.covered_read import is_quarantine_full
-from kvstore.remote.directory_link import Hints
 from kvstore.remote.load import Load
 from kvstore.remote.messages import PeerLease
 from kvstore.remote.peer_read import PeerRead, ReadContext
 from kvstore.remote.peers import PeerBook, call_s
+from kvstore.remote.shards.links import DirectoryLink
 from kvstore.remote.single_flight import Flight, Flights
 from kvstore.runtime import clock
 from kvstore.runtime.rates import MeasuredRate
@@ -75,7 +75,7 @@ class Fetcher:
     def __init__(
         self,
         config: StoreConfig,
-        hints: Hints,
+        hints: DirectoryLink,
         peers: PeerBook,
         mover: MoverLink,
         threads: StoreThreads,

@@ -6,14 +6,14 @@ much they grew, gauges as they are. All tags have few values: nothing here has a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 #: Counts of one node store, as `NodeCore.counts` returns them.
 Stats = dict[str, Any]
 #: Values of a metric, by the values of its tags.
-_Values = dict[tuple[str, ...], float]
+Values = dict[tuple[str, ...], float]
 #: States of a slot, as fields of `PoolStats` without their "num_".
 _STATES = ("free", "writing", "idle", "pinned", "quarantined")
 
@@ -34,7 +34,7 @@ class Metric:
     is_counter: bool
     description: str
     tags: tuple[str, ...]
-    read: Callable[[Stats], _Values]
+    read: Callable[[Stats], Values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,13 @@ class Sample:
     value: float
 
 
-def samples(before: Stats | None, after: Stats) -> list[Sample]:
+def samples(before: Stats | None, after: Stats, metrics: Sequence[Metric] | None = None) -> list[Sample]:
     """Return what changed between two statistics of one node store.
 
     Args:
         before: the earlier ones; None for all since the store began. Those of another life of the store count as None.
         after: the later ones.
+        metrics: those to be read; all of a node store when None.
 
     Returns:
         The counters that grew, and all gauges.
@@ -59,7 +60,7 @@ def samples(before: Stats | None, after: Stats) -> list[Sample]:
     if before is not None and before["epoch"] != after["epoch"]:
         before = None
     found = []
-    for metric in METRICS:
+    for metric in METRICS if metrics is None else metrics:
         values = metric.read(after)
         if metric.is_counter:
             values = _growth({} if before is None else metric.read(before), values)
@@ -68,7 +69,7 @@ def samples(before: Stats | None, after: Stats) -> list[Sample]:
     return found
 
 
-def _growth(before: _Values, after: _Values) -> _Values:
+def _growth(before: Values, after: Values) -> Values:
     # A count that went back began anew: a part of the store was replaced.
     grown = {
         tags: value - before.get(tags, 0) if value >= before.get(tags, 0) else value for tags, value in after.items()
@@ -76,10 +77,10 @@ def _growth(before: _Values, after: _Values) -> _Values:
     return {tags: value for tags, value in grown.items() if value > 0}
 
 
-def _of(*keys: str) -> Callable[[Stats], _Values]:
+def _of(*keys: str) -> Callable[[Stats], Values]:
     """Return a reader of a number, or of numbers by name, for a metric with one tag. A missing part has no values."""
 
-    def read(stats: Stats) -> _Values:
+    def read(stats: Stats) -> Values:
         found: Any = stats
         for key in keys:
             found = None if found is None else found.get(key)
@@ -92,17 +93,17 @@ def _of(*keys: str) -> Callable[[Stats], _Values]:
     return read
 
 
-def _named(part: str, **fields: str) -> Callable[[Stats], _Values]:
+def _named(part: str, **fields: str) -> Callable[[Stats], Values]:
     """Return a reader of several numbers of one part, each under the name of its keyword."""
 
-    def read(stats: Stats) -> _Values:
+    def read(stats: Stats) -> Values:
         found = stats[part] or {}
         return {(name,): float(found[field]) for name, field in fields.items() if field in found}
 
     return read
 
 
-def _misses(stats: Stats) -> _Values:
+def _misses(stats: Stats) -> Values:
     misses = stats["traffic"]["miss_blocks"]
     return {(path, reason): float(count) for path in misses for reason, count in misses[path].items()}
 
@@ -112,36 +113,36 @@ def _pools(stats: Stats) -> Iterable[tuple[str, dict[str, int]]]:
     return [(tier, pool) for tier, pool in pools if pool is not None]
 
 
-def _slots(stats: Stats) -> _Values:
+def _slots(stats: Stats) -> Values:
     return {(tier, state): float(pool[f"num_{state}"]) for tier, pool in _pools(stats) for state in _STATES}
 
 
-def _slot_bytes(stats: Stats) -> _Values:
+def _slot_bytes(stats: Stats) -> Values:
     return {(tier,): float(pool["num_slots"] * stats["slot_bytes"]) for tier, pool in _pools(stats)}
 
 
-def _pinned_bytes(stats: Stats) -> _Values:
+def _pinned_bytes(stats: Stats) -> Values:
     return {(): float((stats["pool"] or {"num_pinned": 0})["num_pinned"] * stats["slot_bytes"])}
 
 
-def _pins(field: str) -> Callable[[Stats], _Values]:
+def _pins(field: str) -> Callable[[Stats], Values]:
     return lambda stats: {(kind,): float(pins[field]) for kind, pins in stats["pins"].items()}
 
 
-def _queues(stats: Stats) -> _Values:
+def _queues(stats: Stats) -> Values:
     queues = {**stats["queues"], **({} if stats["disk"] is None else {"disk": stats["disk"].get("num_unwritten", 0)})}
     return {(queue,): float(count) for queue, count in queues.items()}
 
 
-def _mover_runs(stats: Stats) -> _Values:
+def _mover_runs(stats: Stats) -> Values:
     return {(): float(stats["mover_pid"] > 0)}
 
 
-def _counter(name: str, description: str, tags: tuple[str, ...], read: Callable[[Stats], _Values]) -> Metric:
+def _counter(name: str, description: str, tags: tuple[str, ...], read: Callable[[Stats], Values]) -> Metric:
     return Metric(f"raykv_{name}", True, description, tags, read)
 
 
-def _gauge(name: str, description: str, tags: tuple[str, ...], read: Callable[[Stats], _Values]) -> Metric:
+def _gauge(name: str, description: str, tags: tuple[str, ...], read: Callable[[Stats], Values]) -> Metric:
     return Metric(f"raykv_{name}", False, description, tags, read)
 
 

@@ -37,6 +37,8 @@ def show_status(stats: dict[str, Any], capacity_bytes: int) -> None:
         f"store [bold]{stats['name']}[/]: {num_serving} of {len(known)} nodes serve, "
         f"{f'{num_draining} draining, ' if num_draining else ''}{human_bytes(capacity_bytes)} each"
     )
+    for line in _directory_lines(stats.get("directory", [])):
+        out.print(line)
     for node in known:
         out.print(f"\nnode [bold]{node}[/]")
         said = nodes.get(node, {"error": "no store"})
@@ -48,6 +50,21 @@ def show_status(stats: dict[str, Any], capacity_bytes: int) -> None:
             out.print(f"  [red]problem[/]   {escape(stats['problems'][node])}")
     if "supervisor" in stats["problems"]:
         out.print(f"\n[red]problem[/] supervisor: {escape(stats['problems']['supervisor'])}")
+
+
+def _directory_lines(shards: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each shard of the directory."""
+    for number, shard in enumerate(shards):
+        what = f"directory, shard {number}" if len(shards) > 1 else "directory"
+        if "error" in shard:
+            yield f"{what}: [red]{escape(shard['error'])}[/]"
+            continue
+        line = (
+            f"{what}: {shard['num_blocks']:,} blocks of {shard['num_nodes']} nodes in {human_bytes(shard['num_bytes'])}"
+        )
+        if shard["num_dropped"]:
+            line += f"   [yellow]not noted, for lack of room: {shard['num_dropped']:,}[/]"
+        yield line
 
 
 def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -43,7 +43,11 @@ def store_of(core):
 
 
 def directory_of(server):
-    return Handle(version=server.versions.get, hear_clearing=server.versions.hear)
+    return directory_of_versions(server.versions)
+
+
+def directory_of_versions(versions):
+    return Handle(version=versions.get, hear_clearing=versions.hear)
 
 
 def lost(*_):
@@ -80,6 +84,19 @@ def test_a_clearing_is_later_than_all_that_any_node_or_the_directory_knows(clust
     clear_everywhere(SPACE.digest, stores, None)
     clear_everywhere(SPACE.digest, stores | {"c": LOST}, directory)
     assert [core.state.versions.get(SPACE.digest) for core in cores] == [12, 12]
+
+
+def test_every_shard_hears_of_a_clearing_and_one_that_answers_is_enough():
+    known, shards = NamespaceVersions(), [NamespaceVersions() for _ in range(2)]
+    stores, handles = {"a": Handle(version=known.get, clear=known.advance)}, list(map(directory_of_versions, shards))
+    shards[1].advance(SPACE.digest, 6)
+    clear_everywhere(SPACE.digest, stores, *handles)
+    assert [versions.get(SPACE.digest) for versions in (known, *shards)] == [7, 7, 7]
+    # One shard and one store are away: the other shard knows the last clearing.
+    clear_everywhere(SPACE.digest, stores | {"c": LOST}, handles[0], LOST)
+    assert [versions.get(SPACE.digest) for versions in (known, *shards)] == [8, 8, 7]
+    with pytest.raises(StoreUnavailable, match="wanted the last clearing"):
+        clear_everywhere(SPACE.digest, stores | {"c": LOST}, LOST, LOST)
 
 
 def test_a_clearing_that_may_be_too_old_clears_nothing(cluster):

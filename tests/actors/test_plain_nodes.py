@@ -20,7 +20,7 @@ NUM_BLOCKS = 16
 
 @pytest.fixture(scope="module")
 def nodes():
-    with plain_nodes(StoreConfig(name="plain", capacity_bytes=8 << 20)) as started:
+    with plain_nodes(StoreConfig(name="plain", capacity_bytes=8 << 20, num_directory_shards=2)) as started:
         yield started
 
 
@@ -44,6 +44,16 @@ def test_blocks_go_from_one_process_to_the_other(nodes, pair):
     result = target.fetch(source.publish(range(NUM_BLOCKS)), range(NUM_BLOCKS)).result(30)
     assert (result.num_blocks, result.num_peer, result.peers) == (NUM_BLOCKS, NUM_BLOCKS, (nodes[0].node_id,))
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
+
+
+def test_saved_blocks_are_found_through_either_shard_of_their_directory(nodes, pair):
+    (source, sent), (target, got) = pair
+    chains = [source.space.block_hashes([seed] * 2 * SHAPE.block_size) for seed in range(6)]
+    assert {chain.root_key % 2 for chain in chains} == {0, 1}
+    for at, chain in enumerate(chains):
+        source.save(chain, [2 * at, 2 * at + 1]).result(30)
+        assert target.load(chain, [2 * at, 2 * at + 1]).result(30).num_peer == 2
+    assert all(torch.equal(a[:, :12], b[:, :12]) for a, b in zip(sent, got, strict=True))
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -50,6 +50,24 @@ def test_a_thread_that_cannot_be_started_is_tried_again_in_the_next_round(idle, 
     assert sorted(idle.seen) == ["directory", "n"]
 
 
+def test_each_shard_of_a_directory_is_seen_to_in_every_round(idle, monkeypatch):
+    monkeypatch.setattr(idle, "_config", StoreConfig(capacity_bytes=1 << 20, num_directory_shards=3))
+    seen = list[int]()
+    monkeypatch.setattr(idle, "_ensure_directory", lambda number=0: seen.append(number))
+    idle.reconcile()
+    assert sorted(seen) == [0, 1, 2]
+
+    def fail(number=0):
+        if number == 2:
+            raise PeerLost("shard 2 is gone")
+
+    monkeypatch.setattr(idle, "_ensure_directory", fail)
+    with pytest.raises(PeerLost, match="shard 2"):
+        idle.reconcile()
+    assert "n" in idle.seen, "nodes are seen to all the same"
+    assert idle.unfinished() == {}
+
+
 def test_whatever_ends_a_thread_the_node_is_seen_to_again(idle):
     assert idle.reconcile() == []
     assert "SystemExit" in repr(idle._running["n"].exception())

@@ -122,6 +122,8 @@ class Cluster:
     def __init__(self):
         self.network = LoopbackNetwork()
         self.directory = DirectoryServer(HOST, settle_s=0.0)
+        #: Shards of the directory besides that one, for nodes with such a setting.
+        self.more_shards: list[DirectoryServer] = []
         self.nodes: dict[str, NodeCore] = {}
         self.movers: dict[str, InProcessMover | None] = {}
         self.clients: list[Client] = []
@@ -136,9 +138,12 @@ class Cluster:
             raise PeerLost(f"wanted a node that runs, got {node_id}")
         return core.peer_address()
 
+    def directory_address(self, number=0):
+        return (self.directory, *self.more_shards)[number].address()
+
     def add(self, node_id: str, *, mover=True, wrap=lambda transport: transport, **settings) -> NodeCore:
         settings = {"capacity_bytes": 1 << 17, "call_timeout_s": 2.0, "transfer_timeout_s": 3.0} | settings
-        core = NodeCore(node_id, StoreConfig(**settings), HOST, self.resolve, lambda: self.directory.address())
+        core = NodeCore(node_id, StoreConfig(**settings), HOST, self.resolve, self.directory_address)
         self.nodes[node_id] = core
         if mover:
             self.start_mover(node_id, wrap)
@@ -186,7 +191,8 @@ class Cluster:
             client.close(2.0)
         for node_id in list(self.nodes):
             self.stop_node(node_id)
-        self.directory.stop()
+        for shard in (self.directory, *self.more_shards):
+            shard.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,10 @@
-"""What a store is to a directory: a connection, and the batches on it."""
+"""What a store is to a directory: a connection, and the batches on it; and what a directory makes of batches."""
 
 from __future__ import annotations
 
 import threading
 
+from kvstore.blocks.chain import hashes_in
 from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.remote.announcements import Batch
@@ -35,3 +36,28 @@ def publish(hints: Hints) -> None:
     done = threading.Event()
     hints.publish_soon(done.set)
     assert done.wait(5)
+
+
+class Reader:
+    """What a directory makes of the batches."""
+
+    def __init__(self):
+        self.known, self.coming, self.sizes = set(), None, []
+
+    def take(self, batch):
+        added, removed = hashes_in(batch.added), hashes_in(batch.removed)
+        self.sizes.append(len(added) + len(removed))
+        if batch.begins:
+            self.coming = set()
+        for found in (self.known, self.coming):
+            if found is not None:
+                found.difference_update(removed)
+        (self.known if self.coming is None else self.coming).update(added)
+        if batch.ends:
+            self.known, self.coming = self.coming, None
+
+    def take_all(self, announcements):
+        while True:
+            self.take(announcements.next({}))
+            if announcements.is_all_told:
+                return

@@ -102,6 +102,9 @@ def test_a_number_that_python_would_not_even_write_is_refused(setting):
         {"disk_min_uses": 0},
         {"disk_min_uses": 256},
         {"disk_min_uses": 1.0},
+        {"num_directory_shards": 0},
+        {"num_directory_shards": 65},
+        {"num_directory_shards": 2.0},
         {"disk_write": "never"},
         {"disk_write": "back"},
         {"disk_write": "back", "low_watermark": 0.0, **DISK},
@@ -221,6 +224,7 @@ OTHERS = {
     "metrics": False,
     "events_endpoint": "tcp://*:5559",
     "events_replay_endpoint": "tcp://*:5560",
+    "num_directory_shards": 4,
 }
 WATERMARKS = {"low_watermark": 0.2, "high_watermark": 0.3}
 EVENTS = {"events_endpoint": "tcp://*:5557"}

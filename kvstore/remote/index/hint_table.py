@@ -21,12 +21,25 @@ MAX_LOAD = 0.7
 _EMPTY = np.uint64(0)
 #: Bits of half a key, and the odd numbers of splitmix64.
 _HALF, _MIXERS = np.uint64(32), (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+#: The same as Python's integers, for one key: NumPy takes longer for one key than for ten.
+_ALL_BITS, _LOW_BITS, _INT_MIXERS = (1 << 64) - 1, (1 << 32) - 1, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+#: One element in each page of memory, also of the smallest.
+_PAGE_PLACES = 4096 // 8
 
 
 def keys_of(packed: bytes) -> U64:
     """Return the keys of hashes that lie back to back."""
     keys = np.frombuffer(packed, "<u8")[:: HASH_BYTES // 8].astype(np.uint64)
     return np.where(keys == _EMPTY, ~_EMPTY, keys)
+
+
+def key_of(block_hash: bytes) -> int:
+    """Return the key of one hash."""
+    return int.from_bytes(block_hash[:8], "little") or _ALL_BITS
+
+
+def _as_ints(words: U64) -> memoryview[int]:
+    return memoryview(words)  # type: ignore[arg-type]
 
 
 class HintTable:
@@ -45,13 +58,19 @@ class HintTable:
         self.num_live = 0
         """Places with a holder."""
         self._keys = np.zeros(num_places, np.uint64)
-        self._bits = np.zeros((num_words, num_places), np.uint64)
+        #: For each 64 holders, their bits at each place; and one that `widen` takes next.
+        self._rows = [np.zeros(num_places, np.uint64) for _ in range(num_words)]
+        self._spare: U64 | None = None
         self._secret, self._shift = np.uint64(secret | 1), np.uint64(64 - num_places.bit_length() + 1)
+        # The same as Python reads them, for one key.
+        self._key_at, self._words_at = _as_ints(self._keys), [_as_ints(row) for row in self._rows]
+        self._int_secret, self._int_shift = secret | 1, 64 - num_places.bit_length() + 1
+        self._num_touched = self._num_spare_touched = 0
 
     @property
     def num_bytes(self) -> int:
         """Return the memory of the table."""
-        return self._keys.nbytes + self._bits.nbytes
+        return self._keys.nbytes * (1 + len(self._rows) + (self._spare is not None))
 
     @property
     def room(self) -> int:
@@ -59,16 +78,73 @@ class HintTable:
         return int(self.num_places * MAX_LOAD) - self.num_used
 
     def widen(self, num_words: int) -> None:
-        """Make room for the bits of more holders."""
-        more = np.zeros((num_words - len(self._bits), self.num_places), np.uint64)
-        self._bits = np.concatenate((self._bits, more))
+        """Make room for the bits of more holders. Nothing is copied."""
+        while len(self._rows) < num_words:
+            row, self._spare = self._spare, None
+            self._rows.append(np.zeros(self.num_places, np.uint64) if row is None else row)
+        self._words_at = [_as_ints(row) for row in self._rows]
+        self._num_touched = self._num_spare_touched = 0
+
+    @property
+    def is_ready_to_widen(self) -> bool:
+        """Whether `touch_spare` has touched all that the next `widen` needs."""
+        return self._num_spare_touched == self.num_places
+
+    def touch_spare(self, num_places: int) -> None:
+        """Have the system give memory for so many places more of what the next `widen` needs; see `touch`."""
+        if self._spare is None:
+            self._spare = np.zeros(self.num_places, np.uint64)
+        start = self._num_spare_touched
+        self._num_spare_touched = min(start + num_places, self.num_places)
+        self._spare[start : self._num_spare_touched : _PAGE_PLACES] |= _EMPTY
+
+    def touch(self, num_places: int) -> bool:
+        """Have the system give memory for the next so many places of a new table; return whether all have theirs.
+
+        Memory is given at the first access, which takes some seconds for a gigabyte. Keys go everywhere at once: so the
+        first batch would wait for all of it.
+        """
+        start, stop = self._num_touched, min(self._num_touched + num_places, self.num_places)
+        for column in (self._keys, *self._rows):
+            column[start:stop:_PAGE_PLACES] |= _EMPTY
+        self._num_touched = stop
+        return stop == self.num_places
+
+    @property
+    def num_untouched(self) -> int:
+        """Return for how many places of a new table `touch` was not called yet."""
+        return self.num_places - self._num_touched
+
+    def holders(self, key: int) -> int:
+        """Return the holders of one key, as a number with a bit for each."""
+        mixed = key * self._int_secret & _ALL_BITS
+        for mixer in _INT_MIXERS:
+            mixed = (mixed ^ (mixed >> 32)) * mixer & _ALL_BITS
+        mixed ^= mixed >> 32
+        place, step, last, key_at = mixed >> self._int_shift, (mixed & _LOW_BITS) | 1, self.num_places - 1, self._key_at
+        while (seen := key_at[place]) != key:
+            if not seen:
+                return 0
+            place = (place + step) & last
+        found = 0
+        for number, words in enumerate(self._words_at):
+            found |= words[place] << 64 * number
+        return found
 
     def bits(self, keys: U64) -> U64:
         """Return the holders of each key, [words, keys]."""
         places = self._find(keys)
-        found = self._bits[:, places]
+        found = self._at(places)
         found[:, places < 0] = 0
         return found
+
+    def _at(self, places: Places | slice) -> U64:
+        return np.stack([row[places] for row in self._rows])
+
+    def _set(self, places: Places | slice, before: U64, after: U64) -> None:
+        for row, old, new in zip(self._rows, before, after, strict=True):
+            if (old != new).any():  # Else memory that nobody uses would be touched.
+                row[places] = new
 
     def add(self, keys: U64, bits: U64) -> None:
         """Add holders to keys, all of which are different.
@@ -78,9 +154,9 @@ class HintTable:
             bits: [words, keys], or [words, 1] for the same holders of all.
         """
         places = self._claim(keys)
-        before = self._bits[:, places]
+        before = self._at(places)
         self.num_live += int(len(keys) - before.any(axis=0).sum())
-        self._bits[:, places] = before | bits
+        self._set(places, before, before | bits)
 
     def remove(self, keys: U64, bits: U64) -> None:
         """Remove holders, [words, keys] or [words, 1], from keys, all of which are different."""
@@ -90,18 +166,18 @@ class HintTable:
 
     def clear(self, start: int, stop: int, bits: U64) -> None:
         """Remove holders, [words, 1], from all keys in a range of places."""
-        self._clear(np.arange(start, min(stop, self.num_places)), bits)
+        self._clear(slice(start, stop), bits)
 
     def entries(self, start: int, stop: int) -> tuple[U64, U64]:
         """Return keys with a holder in a range of places, and their holders [words, keys]."""
-        bits = self._bits[:, start:stop]
+        bits = self._at(slice(start, stop))
         lives = bits.any(axis=0)
         return self._keys[start:stop][lives], bits[:, lives]
 
-    def _clear(self, places: Places, bits: U64) -> None:
-        before = self._bits[:, places]
+    def _clear(self, places: Places | slice, bits: U64) -> None:
+        before = self._at(places)
         after = before & ~bits
-        self._bits[:, places] = after
+        self._set(places, before, after)
         self.num_live -= int(before.any(axis=0).sum() - after.any(axis=0).sum())
 
     def _start(self, keys: U64) -> tuple[Places, Places]:

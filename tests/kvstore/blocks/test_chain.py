@@ -107,3 +107,25 @@ def test_hashes_that_begin_alike_are_different_all_the_same():
 def test_a_block_that_is_its_own_parent_is_refused():
     with pytest.raises(ChainBroken, match="none of them"):
         BlockHashes(b"n" * 32, CHAIN.hash_at(2), 3, CHAIN.data).check_unique()
+
+
+def test_each_piece_of_a_chain_knows_the_key_of_its_root():
+    key = int.from_bytes(HASHES[0][:4], "little")
+    assert CHAIN.root_key == CHAIN.head(1).root_key == CHAIN.tail(3).root_key == CHAIN[1:4][1:].root_key == key
+    assert BlockHashes.join(CHAIN.head(2), CHAIN.tail(2)) == CHAIN
+    assert decode_chain(CHAIN.tail(3).encode()) == CHAIN.tail(3)
+    assert CHAIN.head(0).root_key == 0
+
+
+def test_a_run_that_was_made_by_hand_knows_it_only_at_the_start_of_its_chain():
+    by_hand = BlockHashes(NAMESPACE, HASHES[0], 1, HASHES[1])
+    assert by_hand.root_key == 0
+    assert BlockHashes.join(by_hand, CHAIN.tail(2)).root_key == CHAIN.root_key
+    assert BlockHashes(NAMESPACE, NAMESPACE, 0, CHAIN.data, 77).root_key == CHAIN.root_key, "the data decide"
+    assert BlockHashes(NAMESPACE, HASHES[0], 1, HASHES[1], 77).root_key == 77
+
+
+@pytest.mark.parametrize("root_key", [-1, 1 << 32, 1.0, None, True])
+def test_what_is_no_root_key_is_refused(root_key):
+    with pytest.raises(InvalidRequest, match="root_key from 0 to"):
+        BlockHashes(NAMESPACE, HASHES[0], 1, HASHES[1], root_key)

@@ -493,3 +493,10 @@ def test_extra_that_gives_other_entries_than_it_counts_is_refused(num_entries):
     own = space()
     with pytest.raises(InvalidRequest, match=f"one entry per full block, 4, got {num_entries}"):
         own.block_hashes(range(4 * own.shape.block_size), extra=Table())
+
+
+def test_blocks_that_continue_a_run_have_the_root_of_its_chain():
+    first = space().block_hashes(range(256))
+    assert space().block_hashes(range(256, 512), parent=first).root_key == first.root_key != 0
+    wrapped = space().wrap([b"a", b"b"])
+    assert space().wrap([b"c"], parent=wrapped).root_key == wrapped.root_key != 0

@@ -95,3 +95,17 @@ def test_the_pool_is_full_of_restored_blocks(pool):
     blocks = chain(*range(NUM_SLOTS))
     assert fill(pool, blocks)[0] == NUM_SLOTS
     assert pool.stats().num_evicted == 0
+
+
+def test_blocks_of_the_disk_know_their_roots_also_those_that_come_before_them_and_no_others():
+    pool, places = Pool(NUM_SLOTS, has_roots=True), Places(NUM_SLOTS)
+    trunk, branch, lost = chain(1, 2, 3), chain(4, 5, depth=2, parent=2), chain(6, 7, depth=4, parent=99)
+    newest_first = [each for run in (trunk, branch, lost) for each in run]
+    assert restore(pool, places, newest_first, {SPACE: 0}) == 7
+    [(hashes, roots)] = pool.resident_rooted()
+    root_key = int.from_bytes(trunk[0].block_hash[:4], "little")
+    known = {each.block_hash for each in [*trunk, *branch]}
+    assert dict(zip(hashes, roots.tolist(), strict=True)) == {
+        own: root_key if own in known else 0 for own in hashes
+    }  # fmt: skip
+    pool.check_integrity()

@@ -6,6 +6,7 @@ import os
 import string
 
 import pytest
+from directory_client import Reader
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,31 +17,6 @@ from kvstore.remote.announcements import PIECE_BLOCKS, Announcements, Batch, dec
 from poolcheck.chains import NAMESPACES, chain_of, store
 
 TOKENS = string.ascii_letters
-
-
-class Reader:
-    """What a directory makes of the batches."""
-
-    def __init__(self):
-        self.known, self.coming, self.sizes = set(), None, []
-
-    def take(self, batch):
-        added, removed = hashes_in(batch.added), hashes_in(batch.removed)
-        self.sizes.append(len(added) + len(removed))
-        if batch.begins:
-            self.coming = set()
-        for found in (self.known, self.coming):
-            if found is not None:
-                found.difference_update(removed)
-        (self.known if self.coming is None else self.coming).update(added)
-        if batch.ends:
-            self.known, self.coming = self.coming, None
-
-    def take_all(self, announcements):
-        while True:
-            self.take(announcements.next({}))
-            if announcements.is_all_told:
-                return
 
 
 def following(pool, piece_blocks):

@@ -35,8 +35,8 @@ SWEEPING, ANEW = "tests/kvstore/pool/test_sweeping.py", "tests/kvstore/pool/test
 #: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
 GAP = Patch(
     POOL,
-    "        self.table = SlotTable(num_slots, presence, eviction, now_s)\n",
-    "        self.table = SlotTable(num_slots, presence, eviction, now_s)\n"
+    "        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots)\n",
+    "        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots)\n"
     "        self.table.gap = self.table.columns.gap = lambda: (self._lock.release(), self._lock.acquire())\n",
 )
 

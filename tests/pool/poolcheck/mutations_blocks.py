@@ -278,7 +278,7 @@ BLOCKS = (
         "eviction without an event",
         "LMCache, Dynamo: routers send to blocks that are gone",
         SLOTS,
-        "            self.index.events.add(False, hashes)\n",
+        "            self.index.events.add(False, hashes, roots=self.index.roots.of(slots))\n",
         "",
         f"{EXPLORER}[two_writers_one_victim]",
     ),
