@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from machines import Lab, Machine
+from ray.autoscaler._private.util import prepare_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
@@ -128,6 +129,11 @@ class Cluster:
         assert said.returncode in (0, 1), said.stderr
         return dict(json.loads(said.stdout))
 
+    @staticmethod
+    def names(machine: Machine) -> list[str]:
+        """Return the names of a machine's processes."""
+        return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in machine.pids()]
+
     def open_engine(self, machine: Machine, num_blocks: int = 256) -> Engine:
         script = str(Path(__file__).with_name("engine_process.py"))
         with open(self._home(machine) / "engine.log", "wb") as log:
@@ -170,11 +176,11 @@ class Cluster:
         token = home / ".ray" / "auth_token"
         token.touch(mode=0o600)
         token.write_text(self._token)
-        # No machine of it is started over ssh.
-        config = copy.deepcopy(CONFIG) | {"min_workers": 0, "max_workers": 0}
+        # As `ray up` completes it, but for workers that the head would start over ssh.
+        config = copy.deepcopy(CONFIG) | {"min_workers": 0, "max_workers": 0, "docker": {}, "file_mounts": {}}
         config["provider"]["worker_ips"] = []
-        del config["docker"]
-        (home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        completed = prepare_config(config) | {"cluster_synced_files": []}
+        (home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(completed), encoding="utf-8")
 
     def _environment(self, machine: Machine) -> dict[str, str]:
         home = str(self._home(machine))
