@@ -14,7 +14,7 @@ import ray
 from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, is_silent
 from kvstore.actors.cluster import Store
 from kvstore.actors.ending import end_actors
-from kvstore.actors.finding import alive_nodes, make_actor, node_stores
+from kvstore.actors.finding import alive_nodes, constructor_refusal, make_actor, node_stores, own_version
 from kvstore.actors.session.handles import USE
 from kvstore.actors.session.joining import Joined
 from kvstore.actors.session.rays import RaySession
@@ -104,6 +104,11 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own
     except PeerLost as error:  # Another call may end a supervisor even between Ray's two steps of making it.
         if is_silent(error):
             raise
+        if why := constructor_refusal(error):
+            raise IncompatibleStore(
+                f"wanted a supervisor of {own_version()}, got a node that refuses its settings: {why}; install one "
+                "version of raykv on every node"
+            ) from error
         return None
 
 
@@ -238,17 +243,26 @@ def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float)
 
 def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
     if running["protocol"] != PROTOCOL_VERSION:
-        raise IncompatibleStore(
-            f"wanted protocol {PROTOCOL_VERSION}, the running store speaks {running['protocol']}; "
-            "run one version of raykv everywhere"
-        )
-    theirs = StoreConfig.from_json(running["config"])
+        raise _other_version(running, "")
+    try:
+        theirs = StoreConfig.from_json(running["config"])
+    except ConfigError as error:
+        raise _other_version(running, f": {error}") from error
     if text := config.differences(theirs) if config else "":
         raise IncompatibleStore(
             f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, stop it first, or "
             "choose another name="
         )
     return theirs
+
+
+def _other_version(running: dict[str, Any], why: str) -> IncompatibleStore:
+    theirs = running.get("version", f"protocol {running['protocol']}")
+    where = f", whose supervisor is on the node at {running['host']}" if "host" in running else ""
+    return IncompatibleStore(
+        f"wanted a store of {own_version()}, got one of {theirs}{where}{why}; install one version of raykv on every "
+        "node and in the environments of jobs, then end the store with `kvstore stop` and start it again"
+    )
 
 
 def connect(name: str, address: str | None, timeout_s: float) -> Store:

@@ -22,7 +22,7 @@ from waiting import eventually
 
 ROUTER = "192.0.2.1"
 PREFIX = "raykv"
-SHM_BYTES = 256 << 20
+SHM_BYTES = 16 << 30  # a bound; Ray takes less, and uses next to nothing of it
 _TOOL_S = 20.0
 _NUMBERS = itertools.count()
 #: The first process of a machine: takes in what loses its parent, and waits.

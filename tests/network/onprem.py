@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import select
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from ray.autoscaler._private.util import prepare_config
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
 START_S = 90.0
+NUM_TRIES = 3
 COMMAND_S = 90.0
 
 
@@ -39,9 +39,9 @@ class Engine:
     def answer(self, timeout_s: float = 70.0) -> Any:
         return self._answer("the last question", timeout_s)
 
-    def ask(self, do: str, timeout_s: float = 70.0, **more: Any) -> Any:
+    def ask(self, do: str, wait_s: float = 70.0, **more: Any) -> Any:
         self.begin(do, **more)
-        return self._answer(do, timeout_s)
+        return self._answer(do, wait_s)
 
     def load(self, seed: int, num_blocks: int, timeout_s: float | None = None) -> dict[str, Any]:
         """Load, and see that no usable byte is wrong."""
@@ -88,16 +88,23 @@ class Cluster:
             for address in addresses:
                 self._prepare(self.lab.add(address, relays))
             self.head, *self.workers = self.lab.machines
-            # Only the head is started first; then the others at once.
-            self._wait([self._begin_ray(self.head)])
-            self._wait([self._begin_ray(worker) for worker in self.workers])
+            # The head first; then the others at once.
+            self.start_ray(self.head)
+            self.start_ray(*self.workers)
         except BaseException:
             self.close()
             raise
 
-    def start_ray(self, machine: Machine) -> None:
-        """Run the start commands of cluster.yaml on one machine."""
-        self._wait([self._begin_ray(machine)])
+    def start_ray(self, *machines: Machine) -> None:
+        """Run the start commands of cluster.yaml on machines, at the same time."""
+        # Ray gives itself 30 s to start, which is too little on a machine that is busy with other tests.
+        for _ in range(NUM_TRIES):
+            started = {machine.address: self._begin_ray(machine) for machine in machines}
+            said = {address: process.communicate(timeout=START_S) for address, process in started.items()}
+            machines = tuple(machine for machine in machines if started[machine.address].returncode != 0)
+            if not machines:
+                return
+        raise AssertionError(f"Ray did not start on {[machine.address for machine in machines]}: {said}")
 
     def begin(self, machine: Machine, *words: str, **env: str) -> subprocess.Popen[str]:
         """Begin a command on a machine; `env` adds to its environment."""
@@ -159,12 +166,6 @@ class Cluster:
         kind = "head" if machine.address == CONFIG["provider"]["head_ip"] else "worker"
         commands = CONFIG[f"{kind}_start_ray_commands"]
         return self.begin(machine, "bash", "-c", "\n".join(["set -e", *commands]))
-
-    @staticmethod
-    def _wait(started: list[subprocess.Popen[str]]) -> None:
-        for process in started:
-            out, err = process.communicate(timeout=START_S)
-            assert process.returncode == 0, f"{shlex.join(process.args)}: {out}\n{err}"
 
     def _home(self, machine: Machine) -> Path:
         return self._folder / machine.address.rpartition(".")[2]
