@@ -180,7 +180,7 @@ def test_a_store_of_another_version_is_refused_with_both_versions(changes):
     said = rf"wanted a store of raykv {kvstore.__version__} .*, got one of raykv 0\.0\.1, .*192\.0\.2\.11.*install one"
     with pytest.raises(IncompatibleStore, match=said) as caught:
         starting._check_compatible(None, running | changes)
-    assert ("'of_a_later_version' is no setting" in str(caught.value)) == ("config" in changes)
+    assert ("got 'of_a_later_version', which is no setting" in str(caught.value)) == ("config" in changes)
 
 
 def test_a_version_that_does_not_say_its_name_is_named_by_its_protocol():
