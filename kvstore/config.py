@@ -277,8 +277,8 @@ class StoreConfig:
         # Written by a process, of another version then, and not by a user, whom a list of all names would help.
         if unknown := sorted(set(values) - set(StoreConfig.__dataclass_fields__)):
             raise ConfigError(
-                f"settings: wanted those of raykv with protocol {PROTOCOL_VERSION}, got {clip(unknown[0])}, which is no "
-                "setting there; run one version of raykv everywhere"
+                f"settings: wanted those of raykv with protocol {PROTOCOL_VERSION}, got {clip(unknown[0])}, which is "
+                "no setting there; run one version of raykv everywhere"
             )
         return StoreConfig(**values)
 

@@ -68,11 +68,19 @@ def test_a_long_and_lossy_way_costs_time_and_no_wrong_byte(pair, pair_engines):
     eventually(lambda: whole(head, 2), timeout_s=60)
 
 
-def test_a_serving_job_with_a_token_and_a_runtime_environment_uses_the_store(pair):
-    words = ["--working-dir", "examples", "--runtime-env-json", '{"env_vars": {"HF_HUB_OFFLINE": "1"}}']
+def test_a_serving_job_with_a_token_and_a_runtime_environment_uses_the_store(pair, repo_root):
+    words = [
+        "--working-dir",
+        str(repo_root / "examples"),
+        "--runtime-env-json",
+        '{"env_vars": {"HF_HUB_OFFLINE": "1"}}',
+    ]
     job = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", *words, "--", "python", "serving_job.py"]
-    refused = pair.run(pair.head, *job, HOME="/nowhere", RAY_AUTH_TOKEN="not-the-token")
+    refused = pair.run(pair.head, *job, RAY_AUTH_TOKEN="not-the-token")
     assert refused.returncode != 0
+    assert (
+        "token is missing or incorrect" in refused.stdout + refused.stderr or "401" in refused.stdout + refused.stderr
+    )
     said = pair.run(pair.head, *job)
     assert said.returncode == 0, said.stdout + said.stderr
     assert "with a worker on each of 2 node(s)" in said.stdout

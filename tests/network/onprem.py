@@ -111,7 +111,6 @@ class Cluster:
         return subprocess.Popen(
             machine.command(*words),
             env={**self._environment(machine), **env},
-            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -147,7 +146,6 @@ class Cluster:
             process = subprocess.Popen(
                 machine.command(sys.executable, script, str(num_blocks)),
                 env=self._environment(machine),
-                cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
