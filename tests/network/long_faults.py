@@ -78,9 +78,7 @@ def test_a_serving_job_with_a_token_and_a_runtime_environment_uses_the_store(pai
     job = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", *words, "--", "python", "serving_job.py"]
     refused = pair.run(pair.head, *job, RAY_AUTH_TOKEN="not-the-token")
     assert refused.returncode != 0
-    assert (
-        "token is missing or incorrect" in refused.stdout + refused.stderr or "401" in refused.stdout + refused.stderr
-    )
+    assert "AuthenticationError" in refused.stderr
     said = pair.run(pair.head, *job)
     assert said.returncode == 0, said.stdout + said.stderr
     assert "with a worker on each of 2 node(s)" in said.stdout
