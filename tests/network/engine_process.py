@@ -27,7 +27,7 @@ class Engine:
         dims = (2, num_blocks, SHAPE.block_size, SHAPE.num_kv_heads, SHAPE.head_dim)
         self.layers = [torch.zeros(dims, dtype=torch.bfloat16) for _ in range(SHAPE.num_layers)]
         self.bits = [layer.view(torch.int16).numpy() for layer in self.layers]
-        self.store = kvstore.connect()
+        self.store = kvstore.connect(timeout_s=WAIT_S)
         self.client = None
 
     def open(self) -> str:

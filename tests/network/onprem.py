@@ -21,14 +21,18 @@ CONFIG = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
 START_S = 90.0
 NUM_TRIES = 3
 COMMAND_S = 90.0
+MOST_CHARS = 3000  # of a log, in a failure
 
 
 class Engine:
     """A process of engine_process.py on a machine."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.node_id = self._answer("its start", 60.0)
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process, self._log, self.node_id = process, log, ""
+
+    def wait(self) -> None:
+        """Wait until it is attached to its machine's store."""
+        self.node_id = self._answer("its start", START_S)
 
     def begin(self, do: str, **more: Any) -> None:
         """Ask something, whose answer `answer` waits for."""
@@ -57,7 +61,7 @@ class Engine:
         ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         assert ready, f"no answer to {what} in {timeout_s} s"
         said = json.loads(self._process.stdout.readline() or '{"error": "the engine\'s process ended"}')
-        assert "is" in said, said
+        assert "is" in said, (said, self._log.read_text(errors="replace")[-MOST_CHARS:])
         return said["is"]
 
     def end(self) -> None:
@@ -142,7 +146,8 @@ class Cluster:
 
     def open_engine(self, machine: Machine, num_blocks: int = 256) -> Engine:
         script = str(Path(__file__).with_name("engine_process.py"))
-        with open(self._home(machine) / "engine.log", "wb") as log:
+        path = self._home(machine) / f"engine{len(self._engines)}.log"
+        with open(path, "wb") as log:
             process = subprocess.Popen(
                 machine.command(sys.executable, script, str(num_blocks)),
                 env=self._environment(machine),
@@ -151,8 +156,10 @@ class Cluster:
                 stderr=log,
                 text=True,
             )
-        self._engines.append(Engine(process))
-        return self._engines[-1]
+        engine = Engine(process, path)
+        self._engines.append(engine)
+        engine.wait()
+        return engine
 
     def close(self) -> None:
         self.lab.close()
