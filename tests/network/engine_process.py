@@ -8,6 +8,7 @@ Its blocks are stamped from their hashes, and every byte of what a load calls us
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -75,15 +76,18 @@ class Engine:
 
 
 def main() -> None:
+    # Ray prints messages of its own, which are no answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     engine = Engine(int(sys.argv[1]))
-    print(json.dumps({"is": engine.open()}), flush=True)
+    print(json.dumps({"is": engine.open()}), file=answers, flush=True)
     for line in sys.stdin:
         question = json.loads(line)
         try:
             answer = {"is": getattr(engine, question.pop("do"))(**question)}
         except kvstore.KVStoreError as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from waiting import eventually
 
@@ -98,7 +100,7 @@ def test_a_machine_that_was_cut_off_for_too_long_joins_again_as_a_new_node(pair,
     finally:
         pair.lab.mend(machine)
     # Ray ends the node when it hears that it was given up; until then its start commands change nothing.
-    eventually(lambda: not any("raylet" in name for name in pair.names(machine)), timeout_s=180)
+    eventually(lambda: not pair.runs(machine, "raylet"), timeout_s=180)
     pair.start_ray(machine)
     eventually(lambda: len(pair.status(pair.head)["nodes"]) == 2, timeout_s=120)
     again = pair.open_engine(machine, NUM_BLOCKS)
@@ -108,20 +110,28 @@ def test_a_machine_that_was_cut_off_for_too_long_joins_again_as_a_new_node(pair,
     eventually(lambda: whole(head, 5), timeout_s=60)
 
 
-def test_while_one_of_four_machines_is_frozen_the_others_serve_and_it_goes_on_afterwards(four, four_engines):
-    frozen, *others = four_engines[::-1]
-    machine = four.workers[-1]
-    for seed, engine in enumerate(four_engines):
+@pytest.mark.parametrize("has_directory", [False, True])
+def test_while_one_of_four_machines_is_frozen_the_others_serve_and_it_goes_on_afterwards(
+    four, four_engines, has_directory
+):
+    machines, seeds = four.lab.machines, [100 * has_directory + number for number in range(4)]
+    home = next(number for number, machine in enumerate(machines) if four.runs(machine, "ray::Directory"))
+    frozen = home if has_directory else next(number for number in (3, 2) if number != home)
+    others = [number for number in range(4) if number != frozen]
+    for seed, engine in zip(seeds, four_engines, strict=True):
         assert engine.ask("save", seed=seed, num_blocks=NUM_BLOCKS) == NUM_BLOCKS
-    on_frozen = len(four_engines) - 1
-    machine.freeze()
+    machines[frozen].freeze()
     try:
-        assert load(others[0], on_frozen) == 0
-        for number, engine in enumerate(others):
-            eventually(lambda engine=engine, number=number: whole(engine, number), timeout_s=60)
+        for number in others:
+            assert load(four_engines[number], seeds[frozen]) == 0
+            assert whole(four_engines[number], seeds[number])
+        for number, other in itertools.pairwise(others):
+            # Without the directory no node knows which others have a block.
+            found = lambda number=number, other=other: load(four_engines[number], seeds[other])  # noqa: E731
+            assert found() in (0, NUM_BLOCKS) if has_directory else eventually(found, timeout_s=60) == NUM_BLOCKS
     finally:
-        machine.thaw()
-    assert whole(frozen, on_frozen)
-    for engine in others:
-        eventually(lambda engine=engine: whole(engine, on_frozen), timeout_s=60)
+        machines[frozen].thaw()
+    assert whole(four_engines[frozen], seeds[frozen])
+    for number in others:
+        eventually(lambda number=number: whole(four_engines[number], seeds[frozen]), timeout_s=60)
     assert len(four.status(four.head)["nodes"]) == 4

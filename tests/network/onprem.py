@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -65,7 +66,8 @@ class Engine:
         return said["is"]
 
     def end(self) -> None:
-        """Close its streams; the process ends by itself, at the latest with its machine."""
+        """End what waits here for the process on the machine, which ended with the machine."""
+        self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
@@ -140,9 +142,14 @@ class Cluster:
         return dict(json.loads(said.stdout))
 
     @staticmethod
-    def names(machine: Machine) -> list[str]:
-        """Return the names of a machine's processes."""
-        return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in machine.pids()]
+    def runs(machine: Machine, name: str) -> bool:
+        """Return whether a program runs on a machine whose name begins like this."""
+        for pid in machine.pids():
+            with contextlib.suppress(OSError):
+                program = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").partition("\0")[0]
+                if os.path.basename(program).startswith(name):
+                    return True
+        return False
 
     def open_engine(self, machine: Machine, num_blocks: int = 256) -> Engine:
         script = str(Path(__file__).with_name("engine_process.py"))
