@@ -30,7 +30,7 @@ def pair(make_cluster):
 
 @pytest.fixture(scope="module")
 def pair_engines(pair):
-    return [pair.open_engine(machine, NUM_BLOCKS) for machine in pair.lab.machines]
+    return pair.open_engines(pair.lab.machines, NUM_BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def four(make_cluster):
 
 @pytest.fixture(scope="module")
 def four_engines(four):
-    return [four.open_engine(machine, NUM_BLOCKS) for machine in four.lab.machines]
+    return four.open_engines(four.lab.machines, NUM_BLOCKS)
 
 
 def load(engine, seed):

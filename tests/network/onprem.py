@@ -152,21 +152,28 @@ class Cluster:
         return False
 
     def open_engine(self, machine: Machine, num_blocks: int = 256) -> Engine:
+        return self.open_engines([machine], num_blocks)[0]
+
+    def open_engines(self, machines: list[Machine], num_blocks: int = 256) -> list[Engine]:
+        """Open an engine on each machine, all at the same time."""
         script = str(Path(__file__).with_name("engine_process.py"))
-        path = self._home(machine) / f"engine{len(self._engines)}.log"
-        with open(path, "wb") as log:
-            process = subprocess.Popen(
-                machine.command(sys.executable, script, str(num_blocks)),
-                env=self._environment(machine),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        engine = Engine(process, path)
-        self._engines.append(engine)
-        engine.wait()
-        return engine
+        opened = []
+        for machine in machines:
+            path = self._home(machine) / f"engine{len(self._engines)}.log"
+            with open(path, "wb") as log:
+                process = subprocess.Popen(
+                    machine.command(sys.executable, script, str(num_blocks)),
+                    env=self._environment(machine),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+            opened.append(Engine(process, path))
+            self._engines.append(opened[-1])
+        for engine in opened:
+            engine.wait()
+        return opened
 
     def close(self) -> None:
         self.lab.close()

@@ -26,7 +26,7 @@ def cluster(make_cluster):
 @pytest.fixture(scope="module")
 def engines(cluster):
     """An engine on each machine, the head's first."""
-    return [cluster.open_engine(machine) for machine in cluster.lab.machines]
+    return cluster.open_engines(cluster.lab.machines)
 
 
 @pytest.mark.timeout(240)
