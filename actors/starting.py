@@ -121,7 +121,7 @@ def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str
     running = call("supervisor", supervisor.join, own_id, timeout_s=deadline_s - time.monotonic())
     if running["is_ending"]:
         return None
-    _check_compatible(config, running)
+    check_compatible(config, running)
     _wait_ready(config.name, supervisor, own_id, deadline_s)
     # Several calls may have tried to make the supervisor at once; it knows the starter, or the call that replaced it.
     with contextlib.suppress(TransferTimeout):
@@ -241,7 +241,16 @@ def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float)
     return True
 
 
-def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
+def check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
+    """Return the settings of a running store.
+
+    Args:
+        config: settings that it must have; None for any.
+        running: its supervisor's answer.
+
+    Raises:
+        IncompatibleStore: it has other settings, or is of another version of raykv; it goes on.
+    """
     if running["protocol"] != PROTOCOL_VERSION:
         raise _other_version(running, "")
     try:
@@ -292,4 +301,4 @@ def _running_config(name: str, deadline_s: float) -> StoreConfig:
                 logger.warning("the supervisor of store %r does not answer, and its nodes do: %s", name, error)
                 return StoreConfig.from_json(settings)
         raise
-    return _check_compatible(None, running)
+    return check_compatible(None, running)
