@@ -14,7 +14,7 @@ MINUTES ?= 10
 FRAMES ?= 20000
 PROCESSES ?= 3
 
-.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench bench-serving soak matrix fuzz clean
+.PHONY: help setup demo test test-gpu mutants check lint format wheel test-network test-vllm example-vllm demo-vllm bench bench-serving soak matrix fuzz clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +27,9 @@ demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json
 
 test: setup  ## the tests, in three processes; ARGS="-k pool -x" is passed to pytest, PROCESSES=0 takes one (for -s or --pdb)
 	@$(BIN)/python -m pytest -q tests -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-network: setup  ## clusters in network namespaces: cut, slow and lossy links, frozen machines, jobs; needs root and iproute2, takes minutes
+	@$(BIN)/python -m pytest -q tests/network tests/network/long_*.py $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray
 	@PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),python3) -m pytest -q \

@@ -9,6 +9,7 @@ import ray
 from ray._private import worker as ray_worker
 from ray.core.generated import gcs_pb2
 
+from kvstore import __version__
 from kvstore.actors.calls import (
     RAY_NAMESPACE,
     actor_name,
@@ -20,11 +21,32 @@ from kvstore.actors.calls import (
 )
 from kvstore.blocks.chain import BlockHashes
 from kvstore.bounds import check_node_id
-from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, StoreNotRunning
+from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
 from kvstore.remote.shards.placing import merged, shard_of
 
 _NODES_S = 5.0
+#: Ray passes a constructor's error on only as text.
+_CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
+
+
+def own_version() -> str:
+    """Return the version of raykv in this process, for errors."""
+    return f"raykv {__version__} (protocol {PROTOCOL_VERSION})"
+
+
+def has_constructor_failed(error: KVStoreError) -> bool:
+    """Return whether an actor ended because its constructor raised; it would raise again."""
+    return "creation task" in str(error)  # Ray's words for it.
+
+
+def constructor_refusal(error: KVStoreError) -> str:
+    """Return the text of the ConfigError that an actor's constructor raised; empty if it ended for another reason."""
+    text = str(error)
+    if not has_constructor_failed(error) or _CONFIG_ERROR not in text:
+        return ""
+    # Only that text: before it stand the tracebacks of its process.
+    return text.rpartition(_CONFIG_ERROR)[2].lstrip(": ").strip()
 
 
 def alive_nodes() -> dict[str, dict[str, float]]:

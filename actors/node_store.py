@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
-from kvstore.actors.finding import shard_name
+from kvstore.actors.finding import own_version, shard_name
 from kvstore.actors.metrics import Flusher
 from kvstore.actors.mover import Mover
 from kvstore.actors.serving import DRAIN, READY
@@ -25,8 +25,8 @@ from kvstore.blocks.chain import BlockHashes, decode_chain
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.blocks.priority import Priority, retention_of
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_OWNER_CHARS, check_bytes, check_count, check_digest, check_seconds, clip
-from kvstore.config import StoreConfig
-from kvstore.errors import InvalidRequest, NamespaceMismatch, ProtocolError
+from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, ProtocolError
 from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
 from kvstore.node.pool_service import deadline_after
@@ -45,9 +45,19 @@ class NodeStore:
 
     Args:
         node_id: Ray's id of the node this actor is pinned to.
+        config_json: settings of the store.
+        protocol: that of the process that makes this actor. The node may have another version of raykv.
+
+    Raises:
+        ConfigError: that is another version, or has settings that this one does not know.
     """
 
-    def __init__(self, node_id: str, config_json: str) -> None:
+    def __init__(self, node_id: str, config_json: str, protocol: int = PROTOCOL_VERSION) -> None:
+        if protocol != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"wanted raykv of protocol {protocol}, as the store's supervisor has it, got {own_version()} on the "
+                f"node at {node_address()}; install one version of raykv on every node, and start the store again"
+            )
         # The control thread shares the interpreter with Ray's threads; short slices keep its latency low.
         sys.setswitchinterval(1e-4)
         self._node_id, self._config = node_id, StoreConfig.from_json(config_json)

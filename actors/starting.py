@@ -14,7 +14,7 @@ import ray
 from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, is_silent
 from kvstore.actors.cluster import Store
 from kvstore.actors.ending import end_actors
-from kvstore.actors.finding import alive_nodes, make_actor, node_stores
+from kvstore.actors.finding import alive_nodes, constructor_refusal, make_actor, node_stores, own_version
 from kvstore.actors.session.handles import USE
 from kvstore.actors.session.joining import Joined
 from kvstore.actors.session.rays import RaySession
@@ -104,6 +104,11 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own
     except PeerLost as error:  # Another call may end a supervisor even between Ray's two steps of making it.
         if is_silent(error):
             raise
+        if why := constructor_refusal(error):
+            raise IncompatibleStore(
+                f"wanted a supervisor of {own_version()}, got a node that refuses its settings: {why}; install one "
+                "version of raykv on every node"
+            ) from error
         return None
 
 
@@ -116,7 +121,7 @@ def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str
     running = call("supervisor", supervisor.join, own_id, timeout_s=deadline_s - time.monotonic())
     if running["is_ending"]:
         return None
-    _check_compatible(config, running)
+    check_compatible(config, running)
     _wait_ready(config.name, supervisor, own_id, deadline_s)
     # Several calls may have tried to make the supervisor at once; it knows the starter, or the call that replaced it.
     with contextlib.suppress(TransferTimeout):
@@ -240,19 +245,37 @@ def _by_node(problems: dict[str, str]) -> str:
     return "; ".join(f"node {node[:12]}: {text}" for node, text in sorted(problems.items())) or "no node says why"
 
 
-def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
+def check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
+    """Return the settings of a running store.
+
+    Args:
+        config: settings that it must have; None for any.
+        running: its supervisor's answer.
+
+    Raises:
+        IncompatibleStore: it has other settings, or is of another version of raykv; it goes on.
+    """
     if running["protocol"] != PROTOCOL_VERSION:
-        raise IncompatibleStore(
-            f"wanted protocol {PROTOCOL_VERSION}, the running store speaks {running['protocol']}; "
-            "run one version of raykv everywhere"
-        )
-    theirs = StoreConfig.from_json(running["config"])
+        raise _other_version(running, "")
+    try:
+        theirs = StoreConfig.from_json(running["config"])
+    except ConfigError as error:
+        raise _other_version(running, f": {error}") from error
     if text := config.differences(theirs) if config else "":
         raise IncompatibleStore(
             f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, stop it first, or "
             "choose another name="
         )
     return theirs
+
+
+def _other_version(running: dict[str, Any], why: str) -> IncompatibleStore:
+    theirs = running.get("version", f"protocol {running['protocol']}")
+    where = f", whose supervisor is on the node at {running['host']}" if "host" in running else ""
+    return IncompatibleStore(
+        f"wanted a store of {own_version()}, got one of {theirs}{where}{why}; install one version of raykv on every "
+        "node and in the environments of jobs, then end the store with `kvstore stop` and start it again"
+    )
 
 
 def connect(name: str, address: str | None, timeout_s: float) -> Store:
@@ -282,4 +305,4 @@ def _running_config(name: str, deadline_s: float) -> StoreConfig:
                 logger.warning("the supervisor of store %r does not answer, and its nodes do: %s", name, error)
                 return StoreConfig.from_json(settings)
         raise
-    return _check_compatible(None, running)
+    return check_compatible(None, running)

@@ -17,9 +17,17 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import actor_name, call, find_actor, on_thread, ray_failures
+from kvstore.actors.calls import actor_name, call, find_actor, node_address, on_thread, ray_failures
 from kvstore.actors.directory import Directory
-from kvstore.actors.finding import actors_of, alive_nodes, make_actor, shard_name
+from kvstore.actors.finding import (
+    actors_of,
+    alive_nodes,
+    constructor_refusal,
+    has_constructor_failed,
+    make_actor,
+    own_version,
+    shard_name,
+)
 from kvstore.actors.node_store import NodeStore
 from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
@@ -30,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _CALL_S = 5.0
-#: Ray passes a constructor's error on only as text.
-_CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 #: Threads of the supervisor that only answer, so that rounds, in which callers wait, cannot delay answers.
 ASKED = "asked"
 ASKED_GROUP = {ASKED: 4}
@@ -80,7 +86,7 @@ class Supervisor:
     def _describe(self) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL_VERSION, "config": self._config.to_json(), "starter": self._starter,
-            "is_ending": self._stopping.is_set(),
+            "is_ending": self._stopping.is_set(), "version": own_version(), "host": node_address(),
         }  # fmt: skip
 
     @ray.method(concurrency_group=ASKED)
@@ -289,7 +295,8 @@ class Supervisor:
                 f"wanted {wanted} bytes of Ray memory on node {node_id}, it has {int(room)}; lower capacity= or "
                 "start the node with more --memory"
             )
-        args, on_node = (node_id, self._config.to_json()), NodeAffinitySchedulingStrategy(node_id, soft=False)
+        args = (node_id, self._config.to_json(), PROTOCOL_VERSION)
+        on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
         options = {"max_restarts": 0, "max_concurrency": 16, "memory": wanted, "scheduling_strategy": on_node}
         made = _make(name, NodeStore, HEALTH_GROUP | WAITING_GROUPS, args, **options)
         if self._stopping.is_set():
@@ -318,11 +325,9 @@ def _make(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ...], *
             return handle
         except KVStoreError as error:
             last = error
-            text = str(error)
-            if "creation task" in text:  # Ray's text for a constructor that raised; it would raise again.
-                if _CONFIG_ERROR in text:
-                    # Only what it says: before it stand the tracebacks of its process.
-                    raise ConfigError(text.rpartition(_CONFIG_ERROR)[2].lstrip(": ").strip()) from error
+            if has_constructor_failed(error):
+                if text := constructor_refusal(error):
+                    raise ConfigError(text) from error
                 break
             time.sleep(0.2)
     raise last

@@ -41,6 +41,7 @@ from kvstore.tools.commands import (
     write_rows,
 )
 from kvstore.tools.doctor import Status, human_bytes, machine_checks
+from kvstore.tools.own_output import keep_own_output
 from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
 from kvstore.tools.top import watch
 
@@ -66,6 +67,7 @@ def main() -> None:
     A store is a set of Ray actors, one per node of a Ray cluster. These commands start, watch and stop one;
     engines use it from Python with kvstore.connect() and Store.client().
     """
+    keep_own_output()
 
 
 @main.command()

@@ -281,7 +281,12 @@ class StoreConfig:
             values, wanted = json.loads(text), "the JSON object that StoreConfig.to_json wrote"
         if not isinstance(values, dict):
             raise ConfigError(f"settings: wanted {wanted}, got {clip(text)}; run one version of raykv everywhere")
-        StoreConfig.check_names(values)
+        # Written by a process, of another version then, and not by a user, whom a list of all names would help.
+        if unknown := sorted(set(values) - set(StoreConfig.__dataclass_fields__)):
+            raise ConfigError(
+                f"settings: wanted those of raykv with protocol {PROTOCOL_VERSION}, got {clip(unknown[0])}, which is "
+                "no setting there; run one version of raykv everywhere"
+            )
         return StoreConfig(**values)
 
     @property

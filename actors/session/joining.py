@@ -27,8 +27,9 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from kvstore.actors.calls import RAY_NAMESPACE, check_not_forked, node_address
 from kvstore.actors.session.keeper import KEEPER
 from kvstore.actors.session.leftovers import end_children, ray_children
-from kvstore.actors.session.probing import check_answers, check_goes_on, check_node
+from kvstore.actors.session.probing import check_answers, check_goes_on, check_node, refusal
 from kvstore.actors.session.rays import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
+from kvstore.bounds import clip
 from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, StoreUnavailable, WrongCluster
 
 LOCAL = "local"
@@ -76,7 +77,8 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
         deadline_s: by when a new Ray must be up, or an existing one must answer.
 
     Raises:
-        StoreNotRunning: no cluster answers, or not its node on this machine, or the Ray of this process has ended.
+        StoreNotRunning: no cluster answers, or not its node on this machine, or it wants another token, or the Ray of
+            this process has ended.
         StoreUnavailable: a new one does not start, or not in time.
         WrongCluster: this process is connected to another one than `address`.
         ConfigError: several run here; the address is not usable; or no token can be written.
@@ -114,7 +116,8 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
         return Joined(current_session(), True, True, why, passed_by)
     assert named is not None
     with _token_shown():
-        check_answers(named, deadline_s, called)
+        if not check_answers(named, deadline_s, called):
+            raise refusal(named)
         check_node(named, deadline_s)
         try:
             _init_ray(RAY_NAMESPACE, address=named)
@@ -216,7 +219,7 @@ def _token_shown() -> Iterator[None]:
     `ray start` and a new Ray ask for a token as soon as there is one, but Ray does not send it by itself when it joins.
     The address is one that the caller named, or of a Ray of this user. A cluster that wants no token ignores it.
     """
-    if "RAY_AUTH_MODE" in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    if "RAY_AUTH_MODE" in os.environ or not _has_token():
         yield
         return
     # As Ray does for a Ray that it starts.
@@ -228,6 +231,17 @@ def _token_shown() -> Iterator[None]:
         del os.environ["RAY_AUTH_MODE"]
         Config.initialize("")
         raise
+
+
+def _has_token() -> bool:
+    try:
+        return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+    except ray_errors.AuthenticationError as error:
+        raise ConfigError(
+            f"RAY_AUTH_TOKEN_PATH: wanted a file with the token of a Ray cluster, got "
+            f"{clip(os.environ.get('RAY_AUTH_TOKEN_PATH'))}, which cannot be read or is empty; name another file, or "
+            "leave it out for ~/.ray/auth_token"
+        ) from error
 
 
 def ensure_token() -> None:

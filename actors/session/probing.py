@@ -19,6 +19,7 @@ from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
 from ray._private.services import find_node_ids
 from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode  # type: ignore[attr-defined]
 from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc, node_manager_pb2, node_manager_pb2_grpc
+from ray.exceptions import AuthenticationError
 
 from kvstore.actors.session.rays import RaySession
 from kvstore.bounds import clip
@@ -36,11 +37,14 @@ _HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes
 _HTTP2_SETTINGS = b"\x04"
 
 
-def check_answers(address: str, deadline_s: float = math.inf, called: str = "address") -> None:
+def check_answers(address: str, deadline_s: float = math.inf, called: str = "address") -> bool:
     """Refuse a host:port where no GCS answers: ray.init would try for a minute, or forever.
 
     The program there must greet as an HTTP/2 server and answer a question that every GCS knows, both in time. The token
     is sent only if it asks for one and Ray is set to send it.
+
+    Returns: whether it lets this process in. False where it wants a token, and this process showed none or another one;
+        `refusal` is the error.
 
     Args:
         address: the host:port.
@@ -49,7 +53,8 @@ def check_answers(address: str, deadline_s: float = math.inf, called: str = "add
 
     Raises:
         StoreNotRunning: no program listens there, or not a working GCS.
-        ConfigError: this is not an address, or the files that RAY_USE_TLS needs are not usable.
+        ConfigError: this is not an address; the files that RAY_USE_TLS needs are not usable; or RAY_AUTH_MODE=token,
+            and this process has no token.
     """
     host, _, port = address.rpartition(":")
     # isdigit() alone accepts "²", and int() of thousands of digits raises.
@@ -57,12 +62,31 @@ def check_answers(address: str, deadline_s: float = math.inf, called: str = "add
         raise ConfigError(f"{called}: wanted the host:port of a Ray cluster, 'auto' or 'local', got {clip(address)}")
     timeout_s = max(0.1, min(_CONNECT_S, deadline_s - time.monotonic()))
     try:
-        _reach(host, int(port), timeout_s)
+        return _reach(host, int(port), timeout_s)
     except (OSError, UnicodeError) as error:  # UnicodeError: this cannot be a host.
         raise StoreNotRunning(
             f"no Ray cluster answers at {address!r}: {error}; {_longer(timeout_s)}pass the address that "
             "`ray start --head` printed"
         ) from error
+
+
+def refusal(address: str) -> StoreNotRunning:
+    """Return the error for a Ray that answers, and refuses the token of this process; it has no token in it."""
+    got = "none" if get_authentication_mode() != AuthenticationMode.TOKEN else f"that of {_token_source()}"
+    mode = os.environ.get("RAY_AUTH_MODE")
+    first = "" if mode in (None, "token") else f"RAY_AUTH_MODE is {clip(mode)} here, so set it to token; "
+    return StoreNotRunning(
+        f"the Ray at {address} lets only those in that show its token, got {got}; {first}copy the file "
+        "~/.ray/auth_token of its head to this user's home, or put the token into RAY_AUTH_TOKEN"
+    )
+
+
+def _token_source() -> str:
+    """Return where Ray takes the token of this process from; in Ray's order."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        if os.environ.get(name):
+            return name
+    return "~/.ray/auth_token"
 
 
 def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf) -> None:
@@ -142,8 +166,8 @@ def _left_s(end_s: float) -> float:
     return max(0.01, end_s - time.monotonic())
 
 
-def _reach(host: str, port: int, timeout_s: float) -> None:
-    """Check that a GCS greets and answers within a time; raise OSError if not."""
+def _reach(host: str, port: int, timeout_s: float) -> bool:
+    """Check that a GCS greets and answers within a time, and return whether it took the token; raise OSError if not."""
     end_s = time.monotonic() + timeout_s
     with socket.create_connection((host.strip("[]"), port), timeout=timeout_s) as sock:
         if not _uses_tls():
@@ -157,7 +181,8 @@ def _reach(host: str, port: int, timeout_s: float) -> None:
                 begin += more
             if begin[3:] != _HTTP2_SETTINGS:
                 raise OSError(f"what listens there is no GCS of Ray: it begins with {begin!r}")
-    _ask_gcs(f"{host}:{port}", gcs_service_pb2.GetClusterIdRequest(), end_s)  # type: ignore[attr-defined]
+    request = gcs_service_pb2.GetClusterIdRequest()  # type: ignore[attr-defined]
+    return _ask_gcs(f"{host}:{port}", request, end_s) is not None
 
 
 def _uses_tls() -> bool:
@@ -180,9 +205,15 @@ def _ask_gcs(address: str, request: Any, end_s: float) -> Any:
     ask = functools.partial(_ask, "a GCS", address, gcs_service_pb2_grpc.NodeInfoGcsServiceStub, request, end_s)
     reply = ask()
     if reply is None and get_authentication_mode() == AuthenticationMode.TOKEN:
-        shown = tuple(AuthenticationTokenLoader.instance().get_token_for_http_header().items())
+        try:
+            shown = tuple(AuthenticationTokenLoader.instance().get_token_for_http_header().items())
+        except AuthenticationError as error:
+            raise ConfigError(
+                f"RAY_AUTH_MODE: wanted a token for the Ray at {address}, got none in {_token_source()}; copy the file "
+                "~/.ray/auth_token of its head to this user's home, or put the token into RAY_AUTH_TOKEN"
+            ) from error
         return ask(shown) if shown else None
-    return reply  # None: Ray reports a missing or wrong token when it joins.
+    return reply
 
 
 def _ask(who: str, address: str, stub: Any, request: Any, end_s: float, shown: tuple[tuple[str, str], ...] = ()) -> Any:

@@ -8,8 +8,9 @@ import time
 import pytest
 import ray
 
+import kvstore
 from kvstore.actors import starting
-from kvstore.errors import ConfigError, PeerLost, StoreUnavailable, TransferTimeout
+from kvstore.errors import ConfigError, IncompatibleStore, PeerLost, StoreUnavailable, TransferTimeout
 
 
 class Cluster:
@@ -173,6 +174,35 @@ def test_a_ray_that_cannot_be_reached_is_said_at_once(monkeypatch):
     assert time.monotonic() - began_s < 10
 
 
+@pytest.mark.parametrize("changes", [{"protocol": 1}, {"config": '{"of_a_later_version":1}'}])
+def test_a_store_of_another_version_is_refused_with_both_versions(changes):
+    running = {"protocol": starting.PROTOCOL_VERSION, "config": "{}", "version": "raykv 0.0.1", "host": "192.0.2.11"}
+    said = rf"wanted a store of raykv {kvstore.__version__} .*, got one of raykv 0\.0\.1, .*192\.0\.2\.11.*install one"
+    with pytest.raises(IncompatibleStore, match=said) as caught:
+        starting.check_compatible(None, running | changes)
+    assert ("got 'of_a_later_version', which is no setting" in str(caught.value)) == ("config" in changes)
+
+
+def test_a_version_that_does_not_say_its_name_is_named_by_its_protocol():
+    with pytest.raises(IncompatibleStore, match="got one of protocol 1; install"):
+        starting.check_compatible(None, {"protocol": 1, "config": "{}"})
+
+
+def test_a_node_whose_version_cannot_make_the_supervisor_is_no_store_that_ends(monkeypatch):
+    def none(*args):
+        raise starting.StoreNotRunning("none")
+
+    def fail(*args, **options):
+        text = "The actor died because of an error raised in its creation task, ... kvstore.errors.ConfigError: "
+        raise PeerLost(f"{text}'new' is no setting of a store")
+
+    monkeypatch.setattr(starting, "_find_supervisor", none)
+    monkeypatch.setattr(starting, "_check_room", lambda config: None)
+    monkeypatch.setattr(starting, "make_actor", fail)
+    with pytest.raises(IncompatibleStore, match="refuses its settings: 'new' is no setting of a store; install one"):
+        starting._start_once(starting.StoreConfig(capacity_bytes=1 << 20), time.monotonic() + 5.0, None, "own")
+
+
 @pytest.mark.parametrize("is_ending", [False, True])
 def test_a_store_that_its_starter_ends_in_the_last_moment_is_none(monkeypatch, is_ending):
     def said(is_ending):
@@ -180,7 +210,7 @@ def test_a_store_that_its_starter_ends_in_the_last_moment_is_none(monkeypatch, i
 
     cluster = Cluster(join=[said(False)], have=[said(is_ending)])
     monkeypatch.setattr(starting, "call", lambda what, method, *args, timeout_s: method(*args))
-    monkeypatch.setattr(starting, "_check_compatible", lambda config, running: config)
+    monkeypatch.setattr(starting, "check_compatible", lambda config, running: config)
     monkeypatch.setattr(starting, "_wait_ready", lambda *args: None)
     monkeypatch.setattr(starting, "Store", lambda config, session, started_as: "a handle")
     config = starting.StoreConfig(capacity_bytes=1 << 20)

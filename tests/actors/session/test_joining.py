@@ -14,6 +14,7 @@ from concurrent import futures
 import grpc
 import pytest
 from ray.core.generated import gcs_pb2, gcs_service_pb2
+from ray.exceptions import AuthenticationError
 
 from kvstore.actors.session import joining, leftovers, probing, rays
 from kvstore.actors.session.joining import check_named, find_ray, join_ray
@@ -144,6 +145,69 @@ def test_a_join_that_fails_leaves_the_mode_of_tokens_as_it_was(gcs, monkeypatch)
     with pytest.raises(StoreNotRunning):
         join_ray(gcs("unknown").address, may_start=False)
     assert "RAY_AUTH_MODE" not in os.environ
+
+
+class OtherTokens(Tokens):
+    """A loader with the token of another cluster."""
+
+    @staticmethod
+    def instance():
+        return OtherTokens()
+
+    def get_token_for_http_header(self):
+        return {"authorization": "Bearer other"}
+
+
+class NoTokens(Tokens):
+    """A loader that finds no token where there should be one."""
+
+    @staticmethod
+    def instance():
+        return NoTokens()
+
+    def has_token(self, ignore_auth_mode=False):
+        return False
+
+    def get_token_for_http_header(self):
+        raise AuthenticationError("no token")
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "error", "said"),
+    [
+        ("token", OtherTokens, StoreNotRunning, "show its token, got that of RAY_AUTH_TOKEN; copy the file"),
+        ("disabled", Tokens, StoreNotRunning, "show its token, got none; RAY_AUTH_MODE is 'disabled' here, so set it"),
+        (None, NoTokens, StoreNotRunning, "show its token, got none; copy the file ~/.ray/auth_token of its head"),
+        ("token", NoTokens, ConfigError, "RAY_AUTH_MODE: wanted a token .*, got none in RAY_AUTH_TOKEN; copy the file"),
+    ],
+)
+def test_a_ray_that_wants_another_token_is_not_joined_and_the_error_says_which_was_shown(
+    gcs, monkeypatch, mode, tokens, error, said
+):
+    one, inits = gcs("token"), []
+    for module in (joining, probing):
+        monkeypatch.setattr(module, "AuthenticationTokenLoader", tokens)
+    monkeypatch.setattr(joining, "_init_ray", lambda *_, **options: inits.append(options))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "other")
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with_token(monkeypatch, mode == "token")
+    began_s = time.monotonic()
+    with pytest.raises(error, match=said) as caught:
+        join_ray(one.address, may_start=False)
+    assert time.monotonic() - began_s < 5
+    assert inits == []
+    assert "Bearer" not in str(caught.value)
+    assert os.environ.get("RAY_AUTH_MODE") == mode
+
+
+def test_a_file_of_the_token_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere/token")
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_TOKEN_PATH: wanted a file .*, got '/nowhere/token'"):
+        join_ray("127.0.0.1:1", may_start=False)
 
 
 @pytest.mark.parametrize("by", ["address", "RAY_ADDRESS"])
