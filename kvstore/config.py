@@ -96,8 +96,7 @@ class StoreConfig:
         metrics: each node store hands its counts to Ray's metrics once a second.
         events_endpoint: where each node publishes which blocks it has, like "tcp://*:5557"; "" for nowhere.
         events_replay_endpoint: where subscribers that missed some ask for them again; "" for nowhere.
-        num_directory_shards: the directory is so many actors, each for the chains of some first blocks. Raise it when
-            one actor's memory or core is not enough (docs/directory.md says when).
+        num_directory_shards: actors of the directory, each for the chains of some first blocks (docs/directory.md).
     """
 
     name: str = "default"
@@ -132,7 +131,7 @@ class StoreConfig:
     num_directory_shards: int = 1
 
     def __post_init__(self) -> None:
-        # Known before the checks, and to all that compare settings: None is never seen outside.
+        # Before the checks: None is never seen outside.
         object.__setattr__(self, "low_watermark", self._low())
         object.__setattr__(self, "high_watermark", self._high())
         for setting in fields(self):
@@ -146,10 +145,8 @@ class StoreConfig:
         if self.capacity_bytes < 1 << 16:
             raise ConfigError(f"capacity_bytes: wanted at least 64 KiB, got {self.capacity_bytes}")
         if self.block_bytes and not MIN_BLOCK_BYTES <= self.block_bytes <= self.capacity_bytes:
-            raise ConfigError(
-                f"block_bytes: wanted 0 (automatic), or {MIN_BLOCK_BYTES} to capacity_bytes={self.capacity_bytes}, got "
-                f"{self.block_bytes}"
-            )
+            wanted = f"0 (automatic), or {MIN_BLOCK_BYTES} to capacity_bytes={self.capacity_bytes}"
+            raise ConfigError(f"block_bytes: wanted {wanted}, got {self.block_bytes}")
         seconds = (
             "lease_ttl_s", "lease_margin_s", "transfer_timeout_s", "call_timeout_s", "max_quarantine_s",
             "disk_timeout_s",
@@ -281,12 +278,10 @@ class StoreConfig:
             values, wanted = json.loads(text), "the JSON object that StoreConfig.to_json wrote"
         if not isinstance(values, dict):
             raise ConfigError(f"settings: wanted {wanted}, got {clip(text)}; run one version of raykv everywhere")
-        # Written by a process, of another version then, and not by a user, whom a list of all names would help.
+        # Written by a process, of another version then: a list of all names, as for a user, helps nobody.
         if unknown := sorted(set(values) - set(StoreConfig.__dataclass_fields__)):
-            raise ConfigError(
-                f"settings: wanted those of raykv with protocol {PROTOCOL_VERSION}, got {clip(unknown[0])}, which is "
-                "no setting there; run one version of raykv everywhere"
-            )
+            known = f"those of protocol {PROTOCOL_VERSION}, got {clip(unknown[0])}, which is no setting there"
+            raise ConfigError(f"settings: wanted {known}; run one version of raykv everywhere")
         return StoreConfig(**values)
 
     @property
