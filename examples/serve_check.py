@@ -6,7 +6,6 @@ import contextlib
 import time
 from typing import Any
 
-import openai
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +43,9 @@ class Asker:
     """Asks an app one question after the other, and notes what came of each."""
 
     def __init__(self, url: str, store: Any) -> None:
+        import openai
+
+        self._errors = openai.APIStatusError
         self._client = openai.OpenAI(base_url=url, api_key="none", timeout=CALL_S, max_retries=0)
         self._store = store
         self.rows: list[dict[str, Any]] = []
@@ -85,7 +87,7 @@ class Asker:
         status = 200
         try:
             self._client.completions.create(model=MODEL_ID, **request)
-        except openai.APIStatusError as error:
+        except self._errors as error:
             status = error.status_code
         self.rows.append({"request": title, "kind": "completion", "status": status})
         return status
