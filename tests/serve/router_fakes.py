@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("starlette", reason="Ray Serve is not in this environment; `make test-serve` has it")
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
-from ray.serve.request_router import PendingRequest
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of Ray Serve's own modules
+    from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+    from ray.serve.request_router import PendingRequest
 
+    from kvstore.integrations.serve import router as module
 from kvstore import KVShape, Namespace
-from kvstore.integrations.serve import router as module
 from kvstore.integrations.space_text import space_to_text
 
 DEPLOYMENT = DeploymentID(name="Model", app_name="app")
