@@ -16,7 +16,7 @@ MINUTES ?= 10
 FRAMES ?= 20000
 PROCESSES ?= 3
 
-.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm test-serve demo-serve bench bench-serving soak matrix fuzz clean
+.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm test-serve demo-serve bench-serve bench bench-serving soak matrix fuzz clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,10 @@ test-serve:  ## the tests with Ray Serve and real vLLM on the CPU, in .venv-serv
 demo-serve:  ## an OpenAI-compatible app on Ray Serve with the store behind it, asked some questions; ARGS="--replicas 2"
 	@bash scripts/setup_serve.sh >&2
 	@$(SERVE_BIN)/python examples/serve_openai.py --check $(ARGS)
+
+bench-serve:  ## routers of Ray Serve beside each other; ARGS="--requests 96 --store --json"
+	@bash scripts/setup_serve.sh >&2
+	@$(SERVE_BIN)/python -m benchmarks.serve_routing $(ARGS)
 
 bench-serving:  ## real vLLM on the CPU, with the store and beside vLLM's own ways; ARGS="--rounds 3 --json"
 	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2

@@ -6,6 +6,7 @@ Nothing is downloaded: weights are random with a fixed seed, and the tokenizer h
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import string
@@ -18,10 +19,12 @@ MODEL_ID = "tiny-llama"
 APP = "raykv"
 BLOCK_SIZE = 32
 MAX_TOKENS = 2048
+HANDOFF_TTL_S = 10.0
 ROUTERS = {
     "prefix": "kvstore.integrations.serve.PrefixRouter",
     "affinity": "ray.serve.llm.request_router.PrefixCacheAffinityRouter",
     "pow2": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    "round robin": "ray.serve.experimental.round_robin_router:RoundRobinRouter",
 }
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"
@@ -42,6 +45,7 @@ class AppOptions:
         one_deployment: engines that prefill and decode; otherwise a deployment for each.
         router: a key of ROUTERS.
         store: name of the store.
+        save: what engines save: "prompt", "all" or "none".
         address: of the Ray cluster; None is one that this process starts for itself.
         engine: further arguments of vLLM, for every engine.
     """
@@ -53,6 +57,7 @@ class AppOptions:
     one_deployment: bool = False
     router: str = "prefix"
     store: str = "default"
+    save: str = "prompt"
     address: str | None = None
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -71,7 +76,8 @@ def private_environment(folder: str) -> None:
 
 def quiet_environment() -> None:
     """Let nothing call home or download, and small engines share few cores."""
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1")
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", TORCH_COMPILE_DISABLE="1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for work spin
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -134,7 +140,13 @@ def llm_config(options: AppOptions, address: str) -> dict[str, Any]:
                 "kv_connector_module_path": "kvstore.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"store": options.store, "address": address},
+                "kv_connector_extra_config": {
+                    "store": options.store,
+                    "address": address,
+                    "save": options.save,
+                    # A decode engine that has a prompt itself does not fetch what was prefilled for it.
+                    "handoff_ttl_s": HANDOFF_TTL_S,
+                },
             },
             **options.engine,
         },
@@ -183,6 +195,8 @@ def running_app(options: AppOptions, store: Any) -> Iterator[str]:
     """Run the app on a store; yields the URL of its API. Ends the app, and Serve if it began it."""
     from ray import serve
 
+    for name in ("ray.serve", "httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     serve.start(http_options={"host": options.host, "port": options.port})
     try:
         serve.run(build(options, store.address), name=APP, route_prefix="/")

@@ -9,10 +9,10 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from serve_app import BLOCK_SIZE, MODEL_ID
+from serve_app import BLOCK_SIZE, HANDOFF_TTL_S, MODEL_ID
 
 CALL_S = 120.0
-SETTLE_S = 30.0
+SETTLE_S = HANDOFF_TTL_S + 20.0
 STORY = "The night train left the coast at eleven, and the two sisters counted the lamps until the last was gone. " * 4
 SYSTEM = "You are the guide of a small observatory. Answer in one line, and name what can be seen with bare eyes. " * 3
 QUESTION = "Which bright light is that over the chapel tonight?"
@@ -75,7 +75,7 @@ class Asker:
                 "stream": stream,
                 "num_tokens": usage.prompt_tokens,
                 "num_cached": cached or 0,
-                "num_by_ticket": settled(self._store)["num_by_ticket"] - before,
+                "num_by_ticket": held(self._store)["num_by_ticket"] - before,
                 "first_token_s": first_s,
                 "text": text,
             }

@@ -1,0 +1,156 @@
+"""Which share of prompts is in a cache, by how Ray Serve's router chooses replicas: the same requests for each router.
+
+    make bench-serve ARGS="--requests 96 --replicas 2 --json"
+
+Several groups of requests share a system prompt each. A replica's cache holds some of the groups, not all. Without
+--store the engines' own caches are all there is: the share shows what routers do. With --store all replicas share one
+store, and blocks of it count as cached, too; then the first tokens and the blocks from the store are the difference.
+Each router has an app of its own, with empty caches. Prints one table, or with --json one document.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.tools.documents import as_document
+from kvstore.tools.provenance import provenance
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+CALL_S = 300.0
+WORDS = ("night", "train", "lamp", "coast", "sister", "count", "field", "clock", "plum", "gate", "water", "tower")
+DEFAULTS = ("prefix", "affinity", "round robin")
+
+
+def requests(num_groups: int, num_requests: int, system_tokens: int, own_tokens: int, seed: int) -> list[str]:
+    """Return prompts in the order of asking; a token is a character."""
+    dice = random.Random(seed)
+
+    def text(num_tokens: int) -> str:
+        words: list[str] = []
+        while sum(map(len, words)) + len(words) < num_tokens:
+            words.append(dice.choice(WORDS))
+        return " ".join(words)[:num_tokens]
+
+    systems = [text(system_tokens) for _ in range(num_groups)]
+    prompts = [systems[number % num_groups] + text(own_tokens) for number in range(num_requests)]
+    dice.shuffle(prompts)
+    return prompts
+
+
+async def ask_all(url: str, prompts: Sequence[str], num_at_once: int, num_tokens: int) -> list[dict[str, float]]:
+    """Ask all prompts; returns tokens, cached tokens and the time to the first token of each."""
+    import openai
+    from serve_app import MODEL_ID
+
+    gate = asyncio.Semaphore(num_at_once)
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=CALL_S, max_retries=0)
+
+    async def ask(prompt: str) -> dict[str, float]:
+        async with gate:
+            began_s, first_s, usage = time.perf_counter(), 0.0, None
+            stream = await client.completions.create(
+                model=MODEL_ID, prompt=prompt, max_tokens=num_tokens, temperature=0, stream=True,
+                stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            async for chunk in stream:
+                first_s = first_s or time.perf_counter() - began_s
+                usage = chunk.usage or usage
+            cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+            return {"num_tokens": usage.prompt_tokens, "num_cached": cached or 0, "first_token_s": first_s}
+
+    async with client:
+        return list(await asyncio.gather(*(ask(prompt) for prompt in prompts)))
+
+
+def measure(router: str, settings: dict[str, Any], prompts: Sequence[str]) -> dict[str, Any]:
+    """Run an app with a router, ask it everything, and return a row."""
+    import serve_app
+
+    with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        serve_app.private_environment(folder)
+        options = serve_app.AppOptions(
+            folder=serve_app.save_model(f"{folder}/model"), port=settings["port"], replicas=settings["replicas"],
+            one_deployment=True, router=router, save="prompt" if settings["store"] else "none",
+            engine={"kv_cache_memory_bytes": settings["cache_mib"] << 20},
+        )  # fmt: skip
+        with serve_app.running_store(options) as store, serve_app.running_app(options, store) as url:
+            # First steps are slow, and a router has to load its tokenizer. These prompts are nobody's prefix.
+            warm_up = [
+                f"warm-up {number}: " + "so that no voice is cold. " * 8 for number in range(settings["warm_up"])
+            ]
+            asyncio.run(ask_all(url, warm_up, 2, 4))
+            began_s = time.perf_counter()
+            rows = asyncio.run(ask_all(url, prompts, settings["at_once"], settings["answer_tokens"]))
+            seconds = time.perf_counter() - began_s
+            hits = [node["traffic"]["hit_blocks"]["memory"] for node in store.stats()["nodes"].values()]
+    times_ms = [row["first_token_s"] * 1e3 for row in rows]
+    num_tokens = sum(row["num_tokens"] for row in rows)
+    return {
+        "router": router,
+        "num_requests": len(rows),
+        "cached_share": round(sum(row["num_cached"] for row in rows) / num_tokens, 4),
+        "num_blocks_of_store": sum(hits),
+        "first_token_p50_ms": round(float(np.percentile(times_ms, 50)), 1),
+        "first_token_p90_ms": round(float(np.percentile(times_ms, 90)), 1),
+        "tokens_per_s": round(num_tokens / seconds, 1),
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="left" if name == "router" else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+
+
+@click.command()
+@click.option("--routers", default=",".join(DEFAULTS), show_default=True, help="Comma-separated; `pow2` is Ray's own.")
+@click.option("--replicas", default=2, show_default=True)
+@click.option("--groups", default=8, show_default=True, help="System prompts.")
+@click.option("--requests", "num_requests", default=96, show_default=True)
+@click.option("--system-tokens", default=512, show_default=True)
+@click.option("--own-tokens", default=64, show_default=True)
+@click.option("--answer-tokens", default=4, show_default=True)
+@click.option("--at-once", default=4, show_default=True)
+@click.option("--cache-mib", default=16, show_default=True, help="Of each engine; a token of the model has 4 KiB.")
+@click.option("--warm-up", default=16, show_default=True, help="Requests before those that count.")
+@click.option("--store", is_flag=True, help="All replicas share one store.")
+@click.option("--port", default=8000, show_default=True)
+@click.option("--seed", default=1, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+@click.option("--output", type=click.Path(dir_okay=False), help="Write the document to this file as well.")
+def main(routers: str, as_json: bool, output: str | None, **settings: Any) -> None:
+    """Measure routers beside each other."""
+    os.environ["PYTHONPATH"] = f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    prompts = requests(
+        settings["groups"], settings["num_requests"], settings["system_tokens"], settings["own_tokens"],
+        settings["seed"],
+    )  # fmt: skip
+    rows = [measure(router.strip(), settings, prompts) for router in routers.split(",")]
+    document = as_document({"benchmark": "serve_routing", **provenance(), "settings": settings, "rows": rows})
+    if output:
+        Path(output).write_text(document, encoding="utf-8")
+    if as_json:
+        print(document, end="")
+    else:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()
