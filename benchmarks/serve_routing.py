@@ -5,7 +5,8 @@
 Several groups of requests share a system prompt each. A replica's cache holds some of the groups, not all. Without
 --store the engines' own caches are all there is: the share shows what routers do. With --store all replicas share one
 store, and blocks of it count as cached, too; then the first tokens and the blocks from the store are the difference.
-Each router has an app of its own, with empty caches. Prints one table, or with --json one document.
+With --simulated the replicas are those of serve_simulated.py, which start in seconds. Each router has an app of its
+own, with empty caches. Prints one table, or with --json one document.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 CALL_S = 300.0
 WORDS = ("night", "train", "lamp", "coast", "sister", "count", "field", "clock", "plum", "gate", "water", "tower")
+#: Answers, the seconds that all took, and blocks that came from the store.
+Found = tuple[list[dict[str, float]], float, int]
 DEFAULTS = ("prefix", "affinity", "round robin")
 
 
@@ -77,37 +80,77 @@ async def ask_all(url: str, prompts: Sequence[str], num_at_once: int, num_tokens
 
 
 def measure(router: str, settings: dict[str, Any], prompts: Sequence[str]) -> dict[str, Any]:
-    """Run an app with a router, ask it everything, and return a row."""
+    """Ask everything of replicas that a router chooses, and return a row."""
     import serve_app
 
     with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
         serve_app.private_environment(folder)
-        options = serve_app.AppOptions(
-            folder=serve_app.save_model(f"{folder}/model"), port=settings["port"], replicas=settings["replicas"],
-            one_deployment=True, router=router, save="prompt" if settings["store"] else "none",
-            engine={"kv_cache_memory_bytes": settings["cache_mib"] << 20},
-        )  # fmt: skip
-        with serve_app.running_store(options) as store, serve_app.running_app(options, store) as url:
-            # First steps are slow, and a router has to load its tokenizer. These prompts are nobody's prefix.
-            warm_up = [
-                f"warm-up {number}: " + "so that no voice is cold. " * 8 for number in range(settings["warm_up"])
-            ]
-            asyncio.run(ask_all(url, warm_up, 2, 4))
-            began_s = time.perf_counter()
-            rows = asyncio.run(ask_all(url, prompts, settings["at_once"], settings["answer_tokens"]))
-            seconds = time.perf_counter() - began_s
-            hits = [node["traffic"]["hit_blocks"]["memory"] for node in store.stats()["nodes"].values()]
+        folder = serve_app.save_model(f"{folder}/model")
+        run = with_simulated if settings["simulated"] else with_vllm
+        rows, seconds, num_hits = run(router, folder, settings, prompts)
     times_ms = [row["first_token_s"] * 1e3 for row in rows]
     num_tokens = sum(row["num_tokens"] for row in rows)
     return {
         "router": router,
         "num_requests": len(rows),
         "cached_share": round(sum(row["num_cached"] for row in rows) / num_tokens, 4),
-        "num_blocks_of_store": sum(hits),
+        "num_blocks_of_store": num_hits,
         "first_token_p50_ms": round(float(np.percentile(times_ms, 50)), 1),
         "first_token_p90_ms": round(float(np.percentile(times_ms, 90)), 1),
         "tokens_per_s": round(num_tokens / seconds, 1),
     }
+
+
+def with_vllm(router: str, folder: str, settings: dict[str, Any], prompts: Sequence[str]) -> Found:
+    """Ask real engines over HTTP; returns answers, seconds, and blocks that came from the store."""
+    import serve_app
+
+    options = serve_app.AppOptions(
+        folder=folder, port=settings["port"], replicas=settings["replicas"], one_deployment=True, router=router,
+        save="prompt" if settings["store"] else "none", engine={"kv_cache_memory_bytes": settings["cache_mib"] << 20},
+    )  # fmt: skip
+    with serve_app.running_store(options) as store, serve_app.running_app(options, store) as url:
+        asyncio.run(ask_all(url, warm_up(settings), 2, 4))
+        began_s = time.perf_counter()
+        rows = asyncio.run(ask_all(url, prompts, settings["at_once"], settings["answer_tokens"]))
+        seconds = time.perf_counter() - began_s
+        hits = [node["traffic"]["hit_blocks"]["memory"] for node in store.stats()["nodes"].values()]
+    return rows, seconds, sum(hits)
+
+
+def with_simulated(router: str, folder: str, settings: dict[str, Any], prompts: Sequence[str]) -> Found:
+    """Ask replicas that only take time; returns answers, seconds, and 0."""
+    import ray
+    import serve_app
+    from ray import serve
+
+    from benchmarks import serve_simulated
+
+    config: dict[str, Any] = {"request_router_class": serve_app.ROUTERS[router]}
+    if router == "prefix":
+        config["request_router_kwargs"] = {
+            "tokenizer": folder, "store": None, "prefill_tokens_per_s": settings["tokens_per_s"],
+        }  # fmt: skip
+    num_blocks = (settings["cache_mib"] << 20) // serve_simulated.SHAPE.block_bytes
+    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    try:
+        made = serve.deployment(serve_simulated.Engine).options(
+            num_replicas=settings["replicas"], max_ongoing_requests=64, request_router_config=config,
+            ray_actor_options={"num_cpus": 0.1},
+        )  # fmt: skip
+        handle = serve.run(made.bind(num_blocks, settings["tokens_per_s"]), route_prefix=None)
+        asyncio.run(serve_simulated.ask_all(handle, warm_up(settings), 2))
+        began_s = time.perf_counter()
+        rows = asyncio.run(serve_simulated.ask_all(handle, prompts, settings["at_once"]))
+        return rows, time.perf_counter() - began_s, 0
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def warm_up(settings: dict[str, Any]) -> list[str]:
+    """Return prompts that are nobody's prefix: first steps are slow, and a router has to load its tokenizer."""
+    return [f"{number}: " + "so that no voice is cold. " * 8 for number in range(settings["warm_up"])]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -131,6 +174,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 @click.option("--cache-mib", default=16, show_default=True, help="Of each engine; a token of the model has 4 KiB.")
 @click.option("--warm-up", default=16, show_default=True, help="Requests before those that count.")
 @click.option("--store", is_flag=True, help="All replicas share one store.")
+@click.option("--simulated", is_flag=True, help="Replicas that compute nothing, but take a prompt's time.")
+@click.option("--tokens-per-s", default=5_000.0, show_default=True, help="Of simulated replicas.")
 @click.option("--port", default=8000, show_default=True)
 @click.option("--seed", default=1, show_default=True)
 @click.option("--json", "as_json", is_flag=True)

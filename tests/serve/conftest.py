@@ -26,9 +26,9 @@ def pytest_collection_modifyitems(items):
                     item.add_marker(pytest.mark.skip(reason="no vLLM here; `make test-serve` has it"))
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory):
-    """An app with one prefill and one decode engine, which tests share and may break parts of."""
+@pytest.fixture(scope="session")
+def app():
+    """An app with one prefill and one decode engine, which all tests share: it takes minutes to start."""
     import tempfile
 
     import serve_app
