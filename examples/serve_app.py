@@ -160,11 +160,14 @@ def build(options: AppOptions, address: str) -> Any:
     from kvstore.integrations.serve import register
 
     register()
-    ingress = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}}
+    ingress = {
+        "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}},
+        "ingress_cls_config": {"ingress_cls": "kvstore.integrations.serve.ingress.OpenAiErrors"},
+    }
     if options.one_deployment:
-        return build_openai_app({"llm_configs": [llm_config(options, address)], "ingress_deployment_config": ingress})
+        return build_openai_app({"llm_configs": [llm_config(options, address)], **ingress})
     both = {role: llm_config(options, address) for role in ("prefill_config", "decode_config")}
-    return build_pd_openai_app({**both, "ingress_deployment_config": ingress})
+    return build_pd_openai_app({**both, **ingress})
 
 
 @contextlib.contextmanager

@@ -84,6 +84,22 @@ def test_a_long_queue_outweighs_a_prefix(monkeypatch):
     run(test())
 
 
+def test_prompts_that_are_being_computed_count_until_they_end(monkeypatch):
+    async def test():
+        replicas = [Replica("a", "node 1"), Replica("b", "node 1")]
+        router = make_router(monkeypatch, replicas, lambda chain: [("node 1", 2)], fetch_bytes_per_s=0)
+        first = ask()
+        chosen = (await route(router, first))[0][0]
+        by_name = {each.replica_id.unique_id: each.replica_id for each in replicas}
+        router.on_request_routed(first, by_name[chosen], None)
+        other = "ab".replace(chosen, "")
+        assert await route(router, ask("x" * 40)) == [[other], [chosen]]
+        router.on_request_completed(by_name[chosen], first.metadata.internal_request_id)
+        assert (await route(router, ask(TEXT)))[0] == [chosen]
+
+    run(test())
+
+
 def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again(monkeypatch):
     gate, num_asked = threading.Event(), []
 

@@ -28,6 +28,7 @@ from kvstore.blocks.shape import KVShape
 from kvstore.integrations.prompt_keys import text_hashes
 from kvstore.integrations.serve.choosing import ReplicaState, rank_replicas
 from kvstore.integrations.serve.hints import RoutedHints
+from kvstore.integrations.serve.open_work import OpenWork
 from kvstore.integrations.serve.options import RouterOptions
 from kvstore.integrations.serve.prompts import find_request, load_tokenizer, salt_of, tokens_of
 from kvstore.integrations.serve.source import StoreSource, first_space
@@ -36,11 +37,11 @@ from kvstore.integrations.space_text import space_from_text
 
 logger = logging.getLogger(__name__)
 
-_CHAIN = "_raykv_chain"  # A pending request lives as long as its hashes are needed.
+#: What is noted on a pending request, which lives as long as it is needed: hashes, and tokens to compute by replica.
+_CHAIN, _COSTS = "_raykv_chain", "_raykv_costs"
 #: Between two attempts to load the tokenizer, and to learn the namespace; and for a replica to say it.
 _PAUSE_S, _SPACE_S = 5.0, 30.0
 _LOG_S = 60.0
-_MEAN_OF = 32  # prompts
 
 
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
@@ -67,7 +68,8 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._reading = Bounded("prompts", options.tokenize_wait_s, num_threads=2, max_open=64)
         self._asking = Bounded("store", options.store_wait_s, options.store_pause_s, num_threads=2, max_open=8)
         self._source = StoreSource(options.store, options.address) if options.store else None
-        self._mean_tokens, self._logged_s = 512.0, time.monotonic()
+        self._work = OpenWork()
+        self._logged_s = time.monotonic()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -89,22 +91,31 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         return ranked or either
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Note where the blocks of a prompt will be."""
-        chain = getattr(pending_request, _CHAIN, None)
-        if chain is not None and chain.namespace_digest == self.space.digest:
-            self.hints.note(chain, replica_id.unique_id, time.monotonic())
+        """Note where the blocks of a prompt will be, and what is left to compute of it."""
+        name, chain = replica_id.unique_id, getattr(pending_request, _CHAIN, None)
+        if chain is None:
+            return
+        if chain.namespace_digest == self.space.digest:
+            self.hints.note(chain, name, time.monotonic())
+        costs = getattr(pending_request, _COSTS, {})
+        num_tokens = costs.get(name, len(chain) * self.space.shape.block_size)
+        self._work.begin(pending_request.metadata.internal_request_id, name, num_tokens)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Note that a replica has less to compute."""
+        self._work.end(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica."""
         super().on_replica_actor_died(replica_id)
-        self.hints.forget(replica_id.unique_id)
+        self._forget(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas that run now, and forget those that ended."""
         before, now = ({each.unique_id for each in ids} for ids in (self._replica_id_set, _ids(replicas)))
         super().update_replicas(replicas)
         for name in before - now:
-            self.hints.forget(name)
+            self._forget(name)
         if now - before:
             self._learning.renew()  # New replicas may have a new model.
 
@@ -124,16 +135,22 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         ranks = rank_replicas(
             states, on_nodes or (), routed, shape=self.space.shape, num_tokens=num_tokens, options=self.options
         )
+        speed = self.options.prefill_tokens_per_s
+        setattr(pending, _COSTS, {rank.node_id: round(rank.compute_s * speed) for rank in ranks})
         return [[by_name[rank.node_id]] for rank in ranks]
 
     def _state_of(self, name: str, replica: RunningReplica) -> ReplicaState:
-        num_running = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        queue_len = self.replica_queue_len_cache.get(replica.replica_id)
         return ReplicaState(
             replica=name,
             node_id=replica.node_id or "",
-            num_waiting_tokens=int(num_running * self._mean_tokens),
-            num_running=num_running,
+            num_waiting_tokens=self._work.tokens_at(name, queue_len),
+            num_running=queue_len or 0,
         )
+
+    def _forget(self, name: str) -> None:
+        self.hints.forget(name)
+        self._work.forget(name)
 
     async def _read(self, pending: PendingRequest) -> tuple[BlockHashes | None, int]:
         """Return the hashes of a prompt's blocks, and its number of tokens; no hashes where it cannot be read now."""
@@ -147,7 +164,6 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         if read is None:
             return None, 0
         chain, num_tokens = read
-        self._mean_tokens += (num_tokens - self._mean_tokens) / _MEAN_OF
         setattr(pending, _CHAIN, chain)
         return chain, num_tokens
 
