@@ -12,6 +12,7 @@ own, with empty caches. Prints one table, or with --json one document.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import sys
@@ -187,7 +188,10 @@ def main(routers: str, as_json: bool, output: str | None, **settings: Any) -> No
         settings["groups"], settings["num_requests"], settings["system_tokens"], settings["own_tokens"],
         settings["seed"],
     )  # fmt: skip
-    rows = [measure(router.strip(), settings, prompts) for router in routers.split(",")]
+    rows = []
+    for router in routers.split(","):
+        rows.append(measure(router.strip(), settings, prompts))
+        click.echo(json.dumps(rows[-1]), err=True)
     document = as_document({"benchmark": "serve_routing", **provenance(), "settings": settings, "rows": rows})
     if output:
         Path(output).write_text(document, encoding="utf-8")
