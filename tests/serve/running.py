@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 from serve_app import APP, MODEL_ID
@@ -14,6 +15,7 @@ from serve_check import held
 
 openai = pytest.importorskip("openai", reason="no Ray Serve and vLLM here; `make test-serve` has them")
 
+ROOT = Path(__file__).resolve().parents[2]
 CALL_S = 240.0
 RECOVERY_S = 420.0
 PROMPT = "The night train left the coast at eleven, and nobody counted the lamps until the last one was gone. "
