@@ -36,7 +36,10 @@ def rank_replicas(
     num_tokens: int,
     options: RouterOptions,
 ) -> list[NodeRank]:
-    """Rank replicas for a prompt, the one with the soonest first token first.
+    """Rank replicas for a prompt, the one with the soonest first token first, `work_weight` apart.
+
+    What a replica computes also delays the requests behind this one. Without a weight for that, every short queue is a
+    reason to compute a prefix once more, and to evict another one for it.
 
     A replica has what its node's store has, or what it was sent before, whichever is longer. What only other nodes
     have would be fetched from them; what other replicas have in their engines alone would not.
@@ -73,4 +76,4 @@ def rank_replicas(
             fetch_bytes_per_s=options.fetch_bytes_per_s,
             decode_tokens=options.decode_tokens,
         )
-    return sorted(ranks, key=lambda rank: rank.seconds)
+    return sorted(ranks, key=lambda rank: rank.seconds + options.work_weight * rank.compute_s)

@@ -29,6 +29,7 @@ class RouterOptions:
         max_hints: blocks that are remembered as routed, in all.
         prefill_tokens_per_s: how fast a replica computes prompts.
         fetch_bytes_per_s: how fast a node gets blocks of another one; 0 where engines do not fetch.
+        work_weight: how much a prompt's own computing counts besides its first token, because it delays others.
         decode_tokens: what a running request counts, in tokens of prompts, besides its own prompt.
 
     Raises:
@@ -48,6 +49,7 @@ class RouterOptions:
     max_hints: int = 200_000
     prefill_tokens_per_s: float = 10_000.0
     fetch_bytes_per_s: float = 1e9
+    work_weight: float = 1.0
     decode_tokens: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class RouterOptions:
             _require(type(value) is int and 0 < value <= most, name, f"a whole number from 1 to {most}", self)
         for name in ("tokenize_wait_s", "store_wait_s", "store_pause_s", "hint_ttl_s", "prefill_tokens_per_s"):
             _require(_is_number(getattr(self, name), 0) and getattr(self, name) > 0, name, "a number above 0", self)
-        for name in ("fetch_bytes_per_s", "decode_tokens"):
+        for name in ("fetch_bytes_per_s", "work_weight", "decode_tokens"):
             _require(_is_number(getattr(self, name), 0), name, "a number of at least 0", self)
 
     @staticmethod
