@@ -51,9 +51,10 @@ class RaykvBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
             )
         except (KVStoreError, TimeoutError) as error:
             raise ConfigError(
-                f"ray.serve.llm: wanted the store {name!r} to run before the app, got {type(error).__name__}: {error}. "
-                "Run `kvstore start --capacity 8GiB` in this Ray cluster and deploy again, or name another store with "
-                "kv_connector_extra_config['store']"
+                # What to do comes first: Ray Serve shows the beginning of an error.
+                f"wanted the store {name!r} to run before the app, got none: run `kvstore start --capacity 8GiB` in "
+                "this Ray cluster and deploy again, or name another store in kv_connector_extra_config['store'] "
+                f"({type(error).__name__}: {error})"
             ) from error
         if not self.llm_config.engine_kwargs.get("worker_extension_cls"):
             self.llm_config.update_engine_kwargs(worker_extension_cls=_EXTENSION)
