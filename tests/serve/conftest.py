@@ -39,4 +39,4 @@ def app():
         model = serve_app.save_model(f"{folder}/model")
         options = serve_app.AppOptions(folder=model, port=free_port())
         with serve_app.running_store(options) as store, serve_app.running_app(options, store) as url:
-            yield App(url, store)
+            yield App(url, store, model)

@@ -28,10 +28,10 @@ def free_port():
 
 
 class App:
-    """The API of a running app, and the store behind it."""
+    """The API of a running app, the store behind it, and the folder of its model."""
 
-    def __init__(self, url, store):
-        self.url, self.store = url, store
+    def __init__(self, url, store, folder):
+        self.url, self.store, self.folder = url, store, folder
 
     def client(self):
         return openai.OpenAI(base_url=self.url, api_key="none", timeout=CALL_S, max_retries=0)
