@@ -45,15 +45,23 @@ def tokenizer(text, add_special_tokens=True):
     return {"input_ids": list(map(ord, text))}
 
 
-def make_router(monkeypatch, replicas, open_store=None, **kwargs):
-    """Return a router of some replicas, whose queue lengths it knows; call it in an event loop."""
-    monkeypatch.setattr(module, "load_tokenizer", lambda name: tokenizer)
-    if open_store is not None:
-        monkeypatch.setattr(module, "StoreSource", lambda store, address: SimpleNamespace(locate=open_store))
-    router = module.PrefixRouter(
+def make_router(replicas, locate=None, **kwargs):
+    """Return a router of some replicas, whose queue lengths it knows; call it in an event loop.
+
+    Not monkeypatched: Ray Serve pickles a router's class by value, and loading that changes the class in this process.
+    """
+
+    class Router(module.PrefixRouter):
+        def _load_tokenizer(self):
+            return tokenizer
+
+        def _open_source(self):
+            return super()._open_source() if locate is None else SimpleNamespace(locate=locate)
+
+    router = Router(
         deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
     )
-    kwargs = {"tokenizer": "letters", "store": None if open_store is None else "default", **kwargs}
+    kwargs = {"tokenizer": "letters", "store": None if locate is None else "default", **kwargs}
     router.initialize_state(**{"space": space_to_text(SPACE), **kwargs})
     router.update_replicas(replicas)
     for each in replicas:

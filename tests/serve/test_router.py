@@ -28,7 +28,7 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
-def test_a_prompt_goes_to_the_node_that_has_it_and_the_hashes_are_those_of_an_engine(monkeypatch):
+def test_a_prompt_goes_to_the_node_that_has_it_and_the_hashes_are_those_of_an_engine():
     asked = []
 
     def locate(chain):
@@ -36,7 +36,7 @@ def test_a_prompt_goes_to_the_node_that_has_it_and_the_hashes_are_those_of_an_en
         return [("node 2", 10)]
 
     async def test():
-        router = make_router(monkeypatch, [Replica("a", "node 1"), Replica("b", "node 2")], locate)
+        router = make_router([Replica("a", "node 1"), Replica("b", "node 2")], locate)
         assert await route(router, ask()) == [["b"], ["a"]]
         assert await route(router, ask(cache_salt="s")) == [["b"], ["a"]]
         assert router.counts["by_store"] == 2
@@ -47,10 +47,10 @@ def test_a_prompt_goes_to_the_node_that_has_it_and_the_hashes_are_those_of_an_en
     assert asked[1] == text_hashes(SPACE, tokens, "s") != asked[0]
 
 
-def test_what_was_routed_to_a_replica_is_expected_there(monkeypatch):
+def test_what_was_routed_to_a_replica_is_expected_there():
     async def test():
         replicas = [Replica(name, "node 1") for name in "abc"]
-        router = make_router(monkeypatch, replicas)
+        router = make_router(replicas)
         first = ask()
         async with asyncio.timeout(WAIT_S):
             while router.counts["by_hints"] == 0:
@@ -64,10 +64,10 @@ def test_what_was_routed_to_a_replica_is_expected_there(monkeypatch):
     run(test())
 
 
-def test_a_replica_that_ended_is_forgotten(monkeypatch):
+def test_a_replica_that_ended_is_forgotten():
     async def test():
         replicas = [Replica(name, "node 1") for name in "ab"]
-        router = make_router(monkeypatch, replicas)
+        router = make_router(replicas)
         router.hints.note(SPACE.block_hashes(range(8)), "a", 0.0)
         router.update_replicas(replicas[1:])
         assert len(router.hints) == 0
@@ -75,19 +75,19 @@ def test_a_replica_that_ended_is_forgotten(monkeypatch):
     run(test())
 
 
-def test_a_long_queue_outweighs_a_prefix(monkeypatch):
+def test_a_long_queue_outweighs_a_prefix():
     async def test():
         replicas = [Replica("a", "node 1"), Replica("b", "node 2", queue_len=9)]
-        router = make_router(monkeypatch, replicas, lambda chain: [("node 2", 10)], fetch_bytes_per_s=0)
+        router = make_router(replicas, lambda chain: [("node 2", 10)], fetch_bytes_per_s=0)
         assert await route(router, ask()) == [["a"], ["b"]]
 
     run(test())
 
 
-def test_prompts_that_are_being_computed_count_until_they_end(monkeypatch):
+def test_prompts_that_are_being_computed_count_until_they_end():
     async def test():
         replicas = [Replica("a", "node 1"), Replica("b", "node 1")]
-        router = make_router(monkeypatch, replicas, lambda chain: [("node 1", 2)], fetch_bytes_per_s=0)
+        router = make_router(replicas, lambda chain: [("node 1", 2)], fetch_bytes_per_s=0)
         first = ask()
         chosen = (await route(router, first))[0][0]
         by_name = {each.replica_id.unique_id: each.replica_id for each in replicas}
@@ -100,7 +100,7 @@ def test_prompts_that_are_being_computed_count_until_they_end(monkeypatch):
     run(test())
 
 
-def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again(monkeypatch):
+def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again():
     gate, num_asked = threading.Event(), []
 
     def locate(chain):
@@ -108,9 +108,7 @@ def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again
         return gate.wait(WAIT_S) and []
 
     async def test():
-        router = make_router(
-            monkeypatch, [Replica("a", "n"), Replica("b", "m")], locate, store_wait_s=0.05, store_pause_s=WAIT_S
-        )
+        router = make_router([Replica("a", "n"), Replica("b", "m")], locate, store_wait_s=0.05, store_pause_s=WAIT_S)
         async with asyncio.timeout(WAIT_S / 2):
             while not num_asked:  # Until the tokenizer is loaded.
                 await route(router, ask(), until_ranked=False)
@@ -127,12 +125,12 @@ def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again
         gate.set()
 
 
-def test_a_store_that_does_not_run_costs_nothing_but_the_prefix(monkeypatch):
+def test_a_store_that_does_not_run_costs_nothing_but_the_prefix():
     def locate(chain):
         raise StoreNotRunning("none here")
 
     async def test():
-        router = make_router(monkeypatch, [Replica("a", "n"), Replica("b", "m")], locate)
+        router = make_router([Replica("a", "n"), Replica("b", "m")], locate)
         async with asyncio.timeout(WAIT_S):
             for _ in range(20):
                 assert await route(router, ask(), until_ranked=False)
@@ -142,9 +140,9 @@ def test_a_store_that_does_not_run_costs_nothing_but_the_prefix(monkeypatch):
 
 
 @pytest.mark.parametrize("request_", [ask(["one", "two"]), ask(None), ask(TEXT, truncate_prompt_tokens=3), None])
-def test_a_request_whose_prompt_cannot_be_read_is_routed_by_load(monkeypatch, request_):
+def test_a_request_whose_prompt_cannot_be_read_is_routed_by_load(request_):
     async def test():
-        router = make_router(monkeypatch, [Replica("a", "n"), Replica("b", "m")], lambda chain: [("n", 10)])
+        router = make_router([Replica("a", "n"), Replica("b", "m")], lambda chain: [("n", 10)])
         await route(router, ask())
         (pair,) = await route(router, request_, until_ranked=False)
         assert sorted(pair) == ["a", "b"]
@@ -152,9 +150,9 @@ def test_a_request_whose_prompt_cannot_be_read_is_routed_by_load(monkeypatch, re
     run(test())
 
 
-def test_a_request_of_an_adapter_is_routed_by_ray(monkeypatch):
+def test_a_request_of_an_adapter_is_routed_by_ray():
     async def test():
-        router = make_router(monkeypatch, [Replica("a", "n"), Replica("b", "m")], lambda chain: [("n", 10)])
+        router = make_router([Replica("a", "n"), Replica("b", "m")], lambda chain: [("n", 10)])
         await route(router, ask())
         request = ask()
         request.metadata.multiplexed_model_id = "an adapter"
@@ -163,9 +161,9 @@ def test_a_request_of_an_adapter_is_routed_by_ray(monkeypatch):
     run(test())
 
 
-def test_a_setting_that_cannot_work_is_refused(monkeypatch):
+def test_a_setting_that_cannot_work_is_refused():
     async def test():
         with pytest.raises(ConfigError, match="'speed'"):
-            make_router(monkeypatch, [Replica("a", "n")], speed=3)
+            make_router([Replica("a", "n")], speed=3)
 
     run(test())

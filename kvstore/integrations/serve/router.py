@@ -9,7 +9,6 @@ import logging
 import random
 import time
 from collections import Counter
-from functools import partial
 from typing import Any
 
 from ray import serve
@@ -63,11 +62,11 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self.counts: Counter[str] = Counter()
         self.space = space_from_text(options.space) if options.space else _provisional(options)
         self._is_space_known = options.space is not None
-        self._tokenizer = Learned("tokenizer", partial(load_tokenizer, options.tokenizer), _PAUSE_S)
+        self._tokenizer = Learned("tokenizer", self._load_tokenizer, _PAUSE_S)
         self._learning = Learned("namespace", self._ask_replicas, _PAUSE_S)
         self._reading = Bounded("prompts", options.tokenize_wait_s, num_threads=2, max_open=64)
         self._asking = Bounded("store", options.store_wait_s, options.store_pause_s, num_threads=2, max_open=8)
-        self._source = StoreSource(options.store, options.address) if options.store else None
+        self._source = self._open_source()
         self._work = OpenWork()
         self._logged_s = time.monotonic()
 
@@ -178,6 +177,12 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
                     space.digest.hex()[:16])  # fmt: skip
         self.space, self._is_space_known = space, True
         self.hints.clear()
+
+    def _load_tokenizer(self) -> Any:
+        return load_tokenizer(self.options.tokenizer)
+
+    def _open_source(self) -> StoreSource | None:
+        return StoreSource(self.options.store, self.options.address) if self.options.store else None
 
     def _ask_replicas(self) -> Namespace | None:
         """Ask one replica's engine for its namespace; blocks, for a step of the engine or longer."""
