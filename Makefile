@@ -9,12 +9,14 @@ BIN := .venv/bin
 VLLM ?=
 VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin
 VLLM_TESTS ?= tests/vllm tests/examples/test_vllm.py
+SERVE_BIN := .venv-serve/bin
+SERVE_TESTS ?= tests/serve
 ARGS ?=
 MINUTES ?= 10
 FRAMES ?= 20000
 PROCESSES ?= 3
 
-.PHONY: help setup demo test test-gpu mutants check lint format wheel test-network test-vllm example-vllm demo-vllm bench bench-serving soak matrix fuzz clean
+.PHONY: help setup demo test test-gpu mutants check lint format wheel test-network test-vllm example-vllm demo-vllm test-serve demo-serve bench-serve bench bench-serving soak matrix fuzz clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,6 +71,18 @@ example-vllm:  ## real vLLM on the CPU: cold, then warm from the store
 demo-vllm:  ## real vLLM on two Ray nodes: prefill on one, decode on the other, with unlike block sizes
 	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
 	@$(VLLM_BIN)/python examples/vllm_prefill_decode.py $(ARGS)
+
+test-serve:  ## the tests with Ray Serve and real vLLM on the CPU, in .venv-serve
+	@bash scripts/setup_serve.sh >&2
+	@$(SERVE_BIN)/python -m pytest -q $(SERVE_TESTS) $(ARGS)
+
+demo-serve:  ## an OpenAI-compatible app on Ray Serve with the store behind it, asked some questions; ARGS="--replicas 2"
+	@bash scripts/setup_serve.sh >&2
+	@$(SERVE_BIN)/python examples/serve_openai.py --check $(ARGS)
+
+bench-serve:  ## routers of Ray Serve beside each other; ARGS="--requests 96 --store --json"
+	@bash scripts/setup_serve.sh >&2
+	@$(SERVE_BIN)/python -m benchmarks.serve_routing $(ARGS)
 
 bench-serving:  ## real vLLM on the CPU, with the store and beside vLLM's own ways; ARGS="--rounds 3 --json"
 	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2

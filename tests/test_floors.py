@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FACE = {"kvstore/api.py", "kvstore/cli.py"}  # the only ones that look up, to kvstore.actors
 NIXL_FILE = "kvstore/mover/nixl.py"
 NIXL_PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
+SERVE = "kvstore/integrations/serve"
 STOP = " ".join(("ray", "stop"))  # in two words here, so that this file passes its own test
 
 
@@ -111,7 +112,14 @@ def test_kernels_import_only_arrays_compilers_and_the_standard_library():
 
 
 def test_kvstore_imports_neither_ray_nor_cupy():
-    assert offences(python_files("kvstore"), "ray", "cupy", "cupyx") == []
+    paths = python_files("kvstore")
+    assert offences(paths, "cupy", "cupyx") == []
+    assert offences([path for path in paths if not path.startswith(SERVE)], "ray") == []
+
+
+def test_of_ray_an_integration_imports_serve_alone():
+    names = {name for path in python_files(SERVE) for name in imports_of(path) if below(name, "ray")}
+    assert {name for name in names if not below(name, "ray.serve", "ray.llm")} <= {"ray"}  # from ray import serve
 
 
 def test_only_the_public_face_looks_up_to_the_actors():
@@ -119,11 +127,22 @@ def test_only_the_public_face_looks_up_to_the_actors():
     assert offences(inside, "kvstore.actors") == []
 
 
-@pytest.mark.parametrize("name", ["transformers", "vllm"])
-def test_a_framework_is_imported_by_its_integration_only(name):
-    inside = python_files(f"kvstore/integrations/{name}")
-    assert offences(inside, name) != []
+@pytest.mark.parametrize(
+    ("name", "also"), [("transformers", {f"{SERVE}/prompts.py"}), ("vllm", set()), ("ray.serve", set())]
+)
+def test_a_framework_is_imported_by_its_integration_only(name, also):
+    inside = {*python_files(f"kvstore/integrations/{name.rpartition('.')[2]}"), *also}  # Tokenizers are transformers'.
+    assert offences(sorted(inside), name) != []
+    assert all(offences([path], name) for path in also)
     assert offences([path for path in python_files("kvstore", "actors", "kernels") if path not in inside], name) == []
+
+
+def test_the_parts_of_the_router_need_neither_ray_serve_nor_vllm_nor_torch():
+    parts = [path for path in python_files(SERVE) if not offences([path], "ray")]
+    names = [".".join(Path(path).with_suffix("").parts) for path in parts if not path.endswith("__init__.py")]
+    assert len(names) > 5
+    loaded = modules_after(f"import {', '.join(names)}")
+    assert {name for name in loaded if below(name, "ray.serve", "ray.llm", "vllm", "torch", "transformers")} == set()
 
 
 def test_nothing_but_integrations_imports_integrations():

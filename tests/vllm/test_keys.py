@@ -57,6 +57,15 @@ def test_a_long_prompt_has_the_hashes_that_it_has_at_once(hashes_of, space, num_
     assert hashes_of(tokens) == space.block_hashes(tokens)
 
 
+@pytest.mark.parametrize("salt", [None, "", "a tenant"])
+@pytest.mark.parametrize("num_tokens", [0, 15, 16, 100])
+def test_a_router_without_vllm_makes_the_same_hashes(hashes_of, space, num_tokens, salt):
+    from kvstore.integrations.prompt_keys import text_hashes
+
+    tokens = list(range(num_tokens))
+    assert text_hashes(space, tokens, salt) == hashes_of(tokens, cache_salt=salt)
+
+
 def test_each_kind_of_content_changes_every_hash_from_where_it_begins(hashes_of):
     embeds = torch.ones(100, 8)
     other = embeds.clone()

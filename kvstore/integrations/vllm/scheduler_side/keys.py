@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.token_bytes import ExtraKey
+from kvstore.integrations.prompt_keys import named_keys
 
 #: Tokens hashed in one piece; meanwhile the scheduler's thread may wait for the interpreter.
 _PIECE_TOKENS = 512
@@ -96,11 +97,7 @@ def hash_blocks(
     media = 0
     for block in range(begin, begin + len(tokens) // size):
         keys, media = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, media)
-        # vLLM's keys carry no kind: an adapter named like another tenant's salt would be taken for that salt.
-        named: list[ExtraKey] = [("lora", lora)] if lora is not None else []
-        if request.cache_salt and block == 0:
-            named.append(("salt", request.cache_salt))
-        extra.append([*named, *_plain(keys or ())])
+        extra.append([*named_keys(block, lora=lora, salt=request.cache_salt), *_plain(keys or ())])
     return space.block_hashes(tokens, extra, parent)
 
 

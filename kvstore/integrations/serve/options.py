@@ -1,0 +1,92 @@
+"""The settings of a PrefixRouter: the keys of Ray Serve's `request_router_kwargs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+_MOST = 1e15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """The keys of `request_router_kwargs`; unknown keys are refused.
+
+    Args:
+        tokenizer: folder or name of the model's tokenizer, as transformers takes it.
+        chat_template: text of the engines' chat template, if it is not the tokenizer's own.
+        store: name of the store whose directory is asked; None asks no store, and hints are all that is used.
+        address: of the store's Ray cluster, as for `kvstore.connect`; None is the cluster of this process.
+        space: the engines' namespace, as `space_to_text` writes it; None asks a replica for it.
+        block_size: tokens of a block until the namespace is known.
+        tokenize_wait_s: how long reading one prompt may take; a longer one is routed without a prefix.
+        store_wait_s: how long the directory may take for one answer.
+        store_pause_s: how long a store that was silent is not asked again.
+        hint_ttl_s: how long a replica is expected to have what was routed to it.
+        max_hints: blocks that are remembered as routed, in all.
+        prefill_tokens_per_s: how fast a replica computes prompts.
+        fetch_bytes_per_s: how fast a node gets blocks of another one; 0 where engines do not fetch.
+        work_weight: how much a prompt's own computing counts besides its first token, because it delays others.
+        decode_tokens: what a running request counts, in tokens of prompts, besides its own prompt.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    tokenizer: str
+    chat_template: str | None = None
+    store: str | None = "default"
+    address: str | None = None
+    space: str | None = None
+    block_size: int = 16
+    tokenize_wait_s: float = 0.2
+    store_wait_s: float = 0.05
+    store_pause_s: float = 2.0
+    hint_ttl_s: float = 300.0
+    max_hints: int = 200_000
+    prefill_tokens_per_s: float = 10_000.0
+    fetch_bytes_per_s: float = 1e9
+    work_weight: float = 1.0
+    decode_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.tokenizer, str) and self.tokenizer != "", "tokenizer", "a folder or a name", self)
+        for name in ("chat_template", "store", "address", "space"):
+            _require(isinstance(getattr(self, name), str | None), name, "text or None", self)
+        for name, most in (("block_size", 1 << 16), ("max_hints", 1 << 24)):
+            value = getattr(self, name)
+            _require(type(value) is int and 0 < value <= most, name, f"a whole number from 1 to {most}", self)
+        for name in ("tokenize_wait_s", "store_wait_s", "store_pause_s", "hint_ttl_s", "prefill_tokens_per_s"):
+            _require(_is_number(getattr(self, name), 0) and getattr(self, name) > 0, name, "a number above 0", self)
+        for name in ("fetch_bytes_per_s", "work_weight", "decode_tokens"):
+            _require(_is_number(getattr(self, name), 0), name, "a number of at least 0", self)
+
+    @staticmethod
+    def parse(given: Mapping[str, Any]) -> RouterOptions:
+        """Return the options that a user wrote.
+
+        Raises:
+            ConfigError: a key is unknown or missing, or a value cannot work.
+        """
+        known = [field.name for field in fields(RouterOptions)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ConfigError(f"request_router_kwargs: unknown keys {unknown}; known are {', '.join(known)}")
+        if "tokenizer" not in given:
+            raise ConfigError(
+                "request_router_kwargs: wanted the key 'tokenizer', got none; name the folder or model whose tokenizer "
+                "the engines use, as prompts reach a router as text"
+            )
+        return RouterOptions(**given)
+
+
+def _is_number(value: object, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < _MOST
+
+
+def _require(fits: bool, name: str, wanted: str, options: RouterOptions) -> None:
+    if not fits:
+        raise ConfigError(f"request_router_kwargs[{name!r}]: wanted {wanted}, got {getattr(options, name)!r}")

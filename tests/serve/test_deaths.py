@@ -1,0 +1,45 @@
+"""Parts of a running app die: clients that ask again are all answered."""
+
+from __future__ import annotations
+
+import asyncio
+
+from running import PROMPT, kill, pids_of, wait_until
+
+
+def test_a_killed_decode_replica_costs_retries_and_no_answer(app):
+    prompts = [f"{number}: {PROMPT}" for number in range(12)]
+    wanted = asyncio.run(app.stream_all(prompts, num_at_once=4))
+    (decode,) = pids_of("Decode")
+
+    async def run():
+        asking = asyncio.create_task(app.stream_all(prompts, num_at_once=4))
+        await asyncio.sleep(0)  # The requests are under way.
+        kill(decode)
+        return await asking
+
+    answers = asyncio.run(run())
+    again = [
+        answer if isinstance(answer, str) and answer == right else app.text_in_the_end(prompt)
+        for prompt, answer, right in zip(prompts, answers, wanted, strict=True)
+    ]
+    assert again == wanted
+    assert decode not in pids_of("Decode")
+
+
+def test_a_killed_store_costs_no_answer(app):
+    (node,) = app.store.stats()["nodes"].values()
+    prompts = [f"{number}: {PROMPT}" for number in range(12)]
+    wanted = asyncio.run(app.stream_all(prompts, num_at_once=4))
+    kill(node["pid"])
+
+    # Twice: while the store is away, and while its successor is found.
+    assert asyncio.run(app.stream_all(prompts, num_at_once=4)) == wanted
+    assert asyncio.run(app.stream_all([f"new {prompt}" for prompt in prompts], num_at_once=4)).count("") == 0
+
+    def is_back():
+        nodes = app.store.stats()["nodes"].values()
+        return any(each.get("pid", node["pid"]) != node["pid"] and each["pool"] for each in nodes)
+
+    wait_until(is_back, "engines use the new store", timeout_s=120)
+    assert asyncio.run(app.stream_all(prompts, num_at_once=4)) == wanted

@@ -1,0 +1,169 @@
+"""The router itself: what it asks, how long it waits, and what it does when nothing answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from router_fakes import SPACE, TEXT, Replica, ask, make_router, names
+
+from kvstore.errors import ConfigError, StoreNotRunning
+from kvstore.integrations.prompt_keys import text_hashes
+
+WAIT_S = 20.0
+
+
+async def route(router, request, until_ranked=True):
+    """Return the ranks of a request; the tokenizer is loaded by a thread, so the first ones may know no tokens."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            ranks = names(await router.choose_replicas(list(router.curr_replicas.values()), request))
+            if not until_ranked or len(ranks) > 1:
+                return ranks
+            await asyncio.sleep(0.01)
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def test_a_prompt_goes_to_the_node_that_has_it_and_the_hashes_are_those_of_an_engine():
+    asked = []
+
+    def locate(chain):
+        asked.append(chain)
+        return [("node 2", 10)]
+
+    async def test():
+        router = make_router([Replica("a", "node 1"), Replica("b", "node 2")], locate)
+        assert await route(router, ask()) == [["b"], ["a"]]
+        assert await route(router, ask(cache_salt="s")) == [["b"], ["a"]]
+        assert router.counts["by_store"] == 2
+
+    run(test())
+    tokens = list(map(ord, TEXT))
+    assert asked[0] == SPACE.block_hashes(tokens)
+    assert asked[1] == text_hashes(SPACE, tokens, "s") != asked[0]
+
+
+def test_what_was_routed_to_a_replica_is_expected_there():
+    async def test():
+        replicas = [Replica(name, "node 1") for name in "abc"]
+        router = make_router(replicas)
+        first = ask()
+        async with asyncio.timeout(WAIT_S):
+            while router.counts["by_hints"] == 0:
+                await route(router, first, until_ranked=False)
+                router.on_request_routed(first, replicas[1].replica_id, None)
+                await asyncio.sleep(0.01)
+        assert (await route(router, ask(TEXT + "and more")))[0] == ["b"]
+        router.on_replica_actor_died(replicas[1].replica_id)
+        assert len(router.hints) == 0
+
+    run(test())
+
+
+def test_a_replica_that_ended_is_forgotten():
+    async def test():
+        replicas = [Replica(name, "node 1") for name in "ab"]
+        router = make_router(replicas)
+        router.hints.note(SPACE.block_hashes(range(8)), "a", 0.0)
+        router.update_replicas(replicas[1:])
+        assert len(router.hints) == 0
+
+    run(test())
+
+
+def test_a_long_queue_outweighs_a_prefix():
+    async def test():
+        replicas = [Replica("a", "node 1"), Replica("b", "node 2", queue_len=9)]
+        router = make_router(replicas, lambda chain: [("node 2", 10)], fetch_bytes_per_s=0)
+        assert await route(router, ask()) == [["a"], ["b"]]
+
+    run(test())
+
+
+def test_prompts_that_are_being_computed_count_until_they_end():
+    async def test():
+        replicas = [Replica("a", "node 1"), Replica("b", "node 1")]
+        router = make_router(replicas, lambda chain: [("node 1", 2)], fetch_bytes_per_s=0)
+        first = ask()
+        chosen = (await route(router, first))[0][0]
+        by_name = {each.replica_id.unique_id: each.replica_id for each in replicas}
+        router.on_request_routed(first, by_name[chosen], None)
+        other = "ab".replace(chosen, "")
+        assert await route(router, ask("x" * 40)) == [[other], [chosen]]
+        router.on_request_completed(by_name[chosen], first.metadata.internal_request_id)
+        assert (await route(router, ask(TEXT)))[0] == [chosen]
+
+    run(test())
+
+
+def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again():
+    gate, num_asked = threading.Event(), []
+
+    def locate(chain):
+        num_asked.append(1)
+        return gate.wait(WAIT_S) and []
+
+    async def test():
+        router = make_router([Replica("a", "n"), Replica("b", "m")], locate, store_wait_s=0.05, store_pause_s=WAIT_S)
+        async with asyncio.timeout(WAIT_S / 2):
+            while not num_asked:  # Until the tokenizer is loaded.
+                await route(router, ask(), until_ranked=False)
+                await asyncio.sleep(0.01)
+            for _ in range(20):
+                (pair,) = await route(router, ask(), until_ranked=False)
+                assert sorted(pair) == ["a", "b"]  # Ray's own choice: the shorter of two queues.
+        assert len(num_asked) == 1
+        assert router.counts["by_load"] > 20
+
+    try:
+        run(test())
+    finally:
+        gate.set()
+
+
+def test_a_store_that_does_not_run_costs_nothing_but_the_prefix():
+    def locate(chain):
+        raise StoreNotRunning("none here")
+
+    async def test():
+        router = make_router([Replica("a", "n"), Replica("b", "m")], locate)
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(20):
+                assert await route(router, ask(), until_ranked=False)
+                await asyncio.sleep(0.005)
+
+    run(test())
+
+
+@pytest.mark.parametrize("request_", [ask(["one", "two"]), ask(None), ask(TEXT, truncate_prompt_tokens=3), None])
+def test_a_request_whose_prompt_cannot_be_read_is_routed_by_load(request_):
+    async def test():
+        router = make_router([Replica("a", "n"), Replica("b", "m")], lambda chain: [("n", 10)])
+        await route(router, ask())
+        (pair,) = await route(router, request_, until_ranked=False)
+        assert sorted(pair) == ["a", "b"]
+
+    run(test())
+
+
+def test_a_request_of_an_adapter_is_routed_by_ray():
+    async def test():
+        router = make_router([Replica("a", "n"), Replica("b", "m")], lambda chain: [("n", 10)])
+        await route(router, ask())
+        request = ask()
+        request.metadata.multiplexed_model_id = "an adapter"
+        assert len(await route(router, request, until_ranked=False)) == 1
+
+    run(test())
+
+
+def test_a_setting_that_cannot_work_is_refused():
+    async def test():
+        with pytest.raises(ConfigError, match="'speed'"):
+            make_router([Replica("a", "n")], speed=3)
+
+    run(test())
