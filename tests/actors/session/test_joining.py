@@ -364,7 +364,7 @@ def test_all_steps_of_a_question_share_one_time(monkeypatch):
         """Greets a byte at a time, each after a second."""
 
         def __init__(self):
-            self.bytes_left = [b"\x00", b"\x00", b"\x00", probing._HTTP2_SETTINGS]
+            self.bytes_left = [b"\x00", b"\x00", b"\x00", b"\x04"]
 
         def __enter__(self):
             return self
