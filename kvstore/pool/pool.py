@@ -87,7 +87,7 @@ class Pool:
             raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
-        self._yield, self._is_frozen = yield_point, False
+        self._yield, self.is_frozen = yield_point, False
         self.table = SlotTable(num_slots, presence, eviction, now_s)
         self.watches = WatchTable(self.table.index)
         self.swept_at_once = _SWEPT_AT_ONCE
@@ -530,7 +530,7 @@ class Pool:
         """
         with self._step("freeze"):
             self._check_lives()
-            self._is_frozen = True
+            self.is_frozen = True
             return export(self.table, self.leases, self.writes)
 
     def adopt(self, image: PoolImage) -> int:
@@ -549,7 +549,7 @@ class Pool:
             return adopt(self.table, self.leases, self.writes, image)
 
     def _check_lives(self) -> None:
-        if self._is_frozen:
+        if self.is_frozen:
             raise StoreUnavailable("this life of the node store has ended, and the next one begins; make a new client")
 
     # Inspection.

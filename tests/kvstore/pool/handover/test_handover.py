@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-
 from kvstore.blocks.grants import PinKind
 from kvstore.blocks.priority import Priority, Retention
 from kvstore.errors import InvalidRequest, PoolExhausted, StoreUnavailable
