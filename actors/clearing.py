@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.actors.calls import ask_all
+from kvstore.actors.calls import actor_name, ask_all
+from kvstore.actors.finding import actors_of
 from kvstore.errors import InvalidRequest, KVStoreError, StaleVersion, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -16,13 +17,14 @@ _CALL_S = 10.0
 _MAX_TRIES = 8
 
 
-def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> int:
+def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any, name: str = "") -> int:
     """Clear a namespace under a later version than any that is known; raise as `Store.clear` says.
 
     Args:
         namespace: digest of the namespace.
         stores: handle of each node's store by node id.
         directory: its handle; None when it is away. It notifies the stores that cannot be reached now.
+        name: of the store; "" if none of its nodes is being restarted.
 
     Returns:
         The number of cleared blocks.
@@ -30,6 +32,8 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
     cleared = 0
     for _ in range(_MAX_TRIES):
         version, asked = _next_version(namespace, stores, directory)
+        if "" not in asked:
+            _check_not_between(name)
         methods = {node: handle.clear for node, handle in stores.items()}
         if directory is not None:
             methods[""] = directory.hear_clearing
@@ -41,6 +45,8 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
             elif isinstance(said, InvalidRequest):
                 refused = said  # It is reachable but did not clear, and will not be notified later.
             elif isinstance(said, KVStoreError):
+                if not node:
+                    _check_not_between(name)
                 where = f"store of node {node}" if node else "directory"
                 logger.warning("clear: the %s did not answer: %s", where, said)
             else:
@@ -50,6 +56,18 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
         if not late:
             return cleared
     raise StaleVersion(f"wanted to clear nodes {late}, but others went on clearing them; try again")
+
+
+def _check_not_between(name: str) -> None:
+    """Refuse a clearing without the directory while a node's memory is between two of its stores.
+
+    The next store of that node asks only the directory what was cleared.
+    """
+    if name and (between := [path for path in actors_of(name) if path.startswith(actor_name(name, "handover"))]):
+        raise StoreUnavailable(
+            f"wanted the directory while nodes are restarted ({len(between)}), and it does not answer; clear again when "
+            "it does"
+        )
 
 
 def _next_version(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> tuple[int, set[str]]:

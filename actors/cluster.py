@@ -154,7 +154,7 @@ class Store:
         directory = None
         with contextlib.suppress(StoreNotRunning):
             directory = find_actor(actor_name(self.config.name, "directory"))
-        return clear_everywhere(space.digest, self._handles(), directory)
+        return clear_everywhere(space.digest, self._handles(), directory, self.config.name)
 
     def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, int]:
         """Take a node out of service for a rolling restart.

@@ -27,7 +27,7 @@ from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.blocks.priority import Priority, retention_of
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_OWNER_CHARS, check_bytes, check_count, check_digest, check_seconds, clip
 from kvstore.config import StoreConfig
-from kvstore.errors import InvalidRequest, NamespaceMismatch, ProtocolError
+from kvstore.errors import InvalidRequest, NamespaceMismatch, ProtocolError, StoreUnavailable
 from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
 from kvstore.node.handover.giving import hand_over
@@ -199,8 +199,14 @@ class NodeStore:
         return self._verbs.clear(namespace, version)
 
     def version(self, namespace: bytes) -> int:
-        """Return the version of a namespace's last clearing that this store knows."""
+        """Return the version of a namespace's last clearing that this store knows.
+
+        Raises:
+            StoreUnavailable: it gave its memory away, and cannot clear it any more.
+        """
         check_digest("namespace", namespace)
+        if self._verbs.current.is_frozen:
+            raise StoreUnavailable("this life of the node store has ended, and the next one begins; ask that")
         return self._verbs.versions.get(namespace)
 
     def num_clears(self, namespace: bytes) -> int:

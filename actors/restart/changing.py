@@ -14,8 +14,8 @@ from kvstore.actors.calls import actor_name, call, find_actor, ray_failures
 from kvstore.actors.finding import alive_nodes, make_actor
 from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
 from kvstore.bounds import parse_bytes
-from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, StoreUnavailable
 
 _CALL_S = 10.0
 #: How long the old supervisor may take to end, and the new one to begin.
@@ -63,12 +63,18 @@ def replace_supervisor(name: str, changes: Mapping[str, Any]) -> tuple[Any, Stor
 
     Raises:
         StoreNotRunning: there is no such store; nothing changed.
-        ConfigError: a setting cannot work; nothing changed.
+        ConfigError: a setting cannot work, or the store speaks another protocol; nothing changed.
         StoreUnavailable, TransferError: the new one cannot be made, or the old one does not answer.
     """
     path = actor_name(name, "supervisor")
     old = find_actor(path)
     said = call("supervisor", old.config, timeout_s=_CALL_S)
+    if said["protocol"] != PROTOCOL_VERSION:
+        # Its directory, which alone knows all clearings, could not be asked by new stores.
+        raise IncompatibleStore(
+            f"wanted a store of protocol {PROTOCOL_VERSION}, as this raykv speaks, got one of {said['protocol']}; stop "
+            "it with `kvstore stop`, and start it again"
+        )
     config = changed(StoreConfig.from_json(said["config"]), changes)
     check_room(config, alive_nodes())
     with contextlib.suppress(KVStoreError):

@@ -14,7 +14,7 @@ from kvstore.errors import KVStoreError, ProtocolError, StoreUnavailable
 from kvstore.memory.arena import keep_arena
 from kvstore.node.handover.message import check_samples, image_of, unseal
 from kvstore.node.handover.old_life import Beginning, OldLife, check_fits
-from kvstore.node.handover.processes import end
+from kvstore.node.handover.processes import end, pid_of
 from kvstore.node.handover.transfer import TAKE, Parcel, connect, receive, send
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ def take_old_life(path: str, config: StoreConfig, node_id: str) -> tuple[OldLife
 def _open(parcel: Parcel, config: StoreConfig, node_id: str) -> OldLife:
     # First: whatever is read of the memory may change as long as that process lives.
     store, mover = parcel.processes[:2]
+    if pid_of(store) is None or pid_of(store) == os.getpid():
+        raise ProtocolError("the memory comes from no store, or from this process itself")
     if not end(store, _ENDS_WITHIN_S, _KILLED_WITHIN_S):
         raise StoreUnavailable("the old store does not end, so its memory is not used again")
     # Its READs may write to slots, which wait for its end if it stays.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hashlib
 import os
@@ -101,7 +102,12 @@ def receive(sock: socket.socket) -> tuple[bytes, Parcel | None]:
         ProtocolError: it is no packet of this protocol.
         OSError: no packet came in time.
     """
-    word, fds, flags, _ = socket.recv_fds(sock, _WORD_BYTES, MOST_DESCRIPTORS + 3, socket.MSG_CMSG_CLOEXEC)
+    fds, room = array.array("i"), socket.CMSG_LEN(4 * (MOST_DESCRIPTORS + 3))
+    # Not `recv_fds`, which ignores its flags in Python 3.11: then each fork of this process would have these, too.
+    word, ancillary, flags, _ = sock.recvmsg(_WORD_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     if not fds and not flags & socket.MSG_CTRUNC:
         return word, None
     if len(fds) < 4 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):

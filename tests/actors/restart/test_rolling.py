@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import signal
 import threading
 import time
 
 import pytest
 import ray
+from click.testing import CliRunner
 
 import kvstore
-from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
+from kvstore.cli import main
+from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, StoreDraining
 
 pytestmark = pytest.mark.ray
 CAPACITY = 4 << 20
@@ -87,7 +92,6 @@ def test_a_rolling_restart_with_a_changed_setting_keeps_the_blocks(
     finally:
         for each in traffic:
             each.end()
-    print(found)
     assert set(found) == set(node_ids)
     for node in node_ids:
         assert found[node]["is_warm"], found
@@ -100,3 +104,127 @@ def test_a_rolling_restart_with_a_changed_setting_keeps_the_blocks(
         engine = open_engine(store, space, node)
         assert sum(engine.client.lookup(chain, remote=False).num_local for chain in chains[node]) >= 0.9 * 8 * 12
         ray.get(kvstore.node_store(node, name="warm").check_integrity.remote(), timeout=30)
+
+
+class LateWriter:
+    """A worker that has claimed slots and not written them; it keeps its mapping, as a copy under way does."""
+
+    def begin(self, control_path, space, chain):
+        from kvstore.blocks.codec import encode
+        from kvstore.client.client import Client
+        from kvstore.rpc.framing import Op
+        from kvstore.rpc.messages import Prepare, decode_ticket
+
+        self.client = Client(control_path, space)
+        attached = self.client._attached
+        request = encode(Prepare(attached.chain(chain), 1))
+        self.slots = list(decode_ticket(attached.store.calls.call(Op.PREPARE_STORE, request, timeout_s=5)).slots)
+        self.memory, self.slot_bytes = attached.arena.memory[:], attached.slot_bytes
+        return self.slots, os.getpid()
+
+    def write(self):
+        for slot in self.slots:
+            self.memory[slot * self.slot_bytes :][: self.slot_bytes] = b"\xff" * self.slot_bytes
+
+
+def counts(store, node):
+    return store.stats()["nodes"][node]["pool"]
+
+
+def test_a_worker_that_is_frozen_across_the_restart_writes_into_no_new_block(
+    store, make_space, chain_of, node_ids, open_engine, eventually, stopped, get
+):
+    node, space = node_ids[0], make_space("late")
+    old = open_engine(store, space, node)
+    kept = [chain_of(space, 8, seed) for seed in range(100, 104)]
+    for chain in kept:
+        old.save(chain)
+    late = ray.remote(LateWriter).options(num_cpus=0.1).remote()
+    try:
+        slots, pid = get(late.begin.remote(store.control_path(node_id=node), space, chain_of(space, 6, 200)))
+        stopped(pid)
+        found = store.restart([node], wait_s=0.5)[node]
+        assert (found["is_warm"], found["num_held_slots"]) == (True, 6)
+        stopped.resume()
+        engine, used = open_engine(store, space, node), set()
+        for chain in kept:
+            assert engine.load(chain).num_blocks == 8
+        num_slots = counts(store, node)["num_slots"]
+        for seed in range(300, 300 + num_slots // 60 + 2):  # More than the node holds.
+            chain = chain_of(space, 60, seed)
+            engine.save(chain)
+            get(late.write.remote())
+            assert engine.load(chain).num_blocks > 0  # And compares their bytes.
+            used |= set(engine.slots(chain))
+        assert used.isdisjoint(slots)
+        assert counts(store, node)["num_writing"] == 6
+    finally:
+        stopped.resume()
+        ray.kill(late)
+    eventually(lambda: counts(store, node)["num_writing"] == 0, 20)
+    ray.get(kvstore.node_store(node, name="warm").check_integrity.remote(), timeout=30)
+
+
+def test_a_store_that_is_killed_while_it_gives_or_after_it_took_leaves_an_empty_one(
+    store, make_space, chain_of, node_ids, open_engine, eventually, get
+):
+    node, space = node_ids[0], make_space("killed")
+    engine, chain = open_engine(store, space, node), chain_of(space, 8, 1)
+    engine.save(chain)
+    lease = engine.client.lease(chain, ttl_s=60.0)  # So the old store waits for its end when it is killed.
+    results = []
+    restart = threading.Thread(target=lambda: results.append(store.restart([node], wait_s=30.0)), daemon=True)
+    pid = get(kvstore.node_store(node, name="warm").pids.remote())["store"]
+    restart.start()
+
+    def is_drained():
+        with contextlib.suppress(StoreDraining):
+            engine.client.lease(chain_of(space, 1, 2)).release()
+            return False
+        return True
+
+    eventually(is_drained, 30)
+    os.kill(pid, signal.SIGKILL)
+    restart.join(90)
+    assert (results[0][node]["is_warm"], results[0][node]["num_blocks"]) == (False, 0)
+    assert "gave nothing" in results[0][node]["why_cold"]
+    assert not lease.held()
+    engine = open_engine(store, space, node)
+    assert engine.load(chain).num_blocks == 0
+    engine.save(chain)
+    os.kill(get(kvstore.node_store(node, name="warm").pids.remote())["store"], signal.SIGKILL)
+
+    def is_empty():
+        with contextlib.suppress(KVStoreError):
+            return open_engine(store, space, node).load(chain).num_blocks == 0
+        return False
+
+    eventually(is_empty, 60)
+    assert not get(kvstore.node_store(node, name="warm").beginning.remote())["is_warm"]
+    assert names_of(store) == ["directory", "node", "node", "supervisor"]
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing_and_cold_is_empty(
+    store, make_space, chain_of, node_ids, open_engine
+):
+    node, space = node_ids[1], make_space("cold")
+    engine, chain = open_engine(store, space, node), chain_of(space, 4)
+    engine.save(chain)
+    for error, node_id, changes in (
+        (ConfigError, None, {"lane": "sea"}),
+        (ConfigError, None, {"colour": 1}),
+        (ConfigError, None, {"name": "other"}),
+        (ConfigError, None, {"capacity": "4TiB"}),
+        (InvalidRequest, ["nowhere"], {}),
+    ):
+        with pytest.raises(error):
+            store.restart(node_id, **changes)
+    assert engine.load(chain).num_blocks == 4
+    done = CliRunner().invoke(
+        main, ["restart", "--name", "warm", "--node", node, "--cold", "--json", "--set", "save_wait_s=0"]
+    )
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)[node]
+    assert (said["is_warm"], said["num_blocks"], said["why_cold"]) == (False, 0, "cold was asked for")
+    assert kvstore.connect("warm").config.save_wait_s == 0.0
+    assert open_engine(store, space, node).load(chain).num_blocks == 0

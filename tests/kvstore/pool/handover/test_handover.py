@@ -10,6 +10,7 @@ from kvstore.blocks.grants import PinKind
 from kvstore.blocks.priority import Priority, Retention
 from kvstore.errors import InvalidRequest, PoolExhausted, StoreUnavailable
 from kvstore.memory.presence import PresenceCounts
+from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.handover.adoption import OLD_WRITER
 from kvstore.pool.handover.image import split
@@ -20,11 +21,16 @@ from tests.kvstore.pool.pool_steps import NEVER_S, NUM_SLOTS, SPACE, chain, read
 OTHER = b"o" * 32
 
 
+def policy_of(name, num_slots):
+    """Return a policy that remembers few evicted blocks, which is made sooner."""
+    return LearnedReuse(num_slots, num_ghosts=64) if name == "learned" else make_policy(name, num_slots)
+
+
 def next_life(pool, *, num_slots=None, eviction="lru", image=None):
     """Return the pool of the next life, and the image that it was made of."""
     image = pool.freeze() if image is None else image
     count = pool.num_slots if num_slots is None else num_slots
-    made = Pool(count, presence=PresenceCounts(bytearray(16)), eviction=make_policy(eviction, count))
+    made = Pool(count, presence=PresenceCounts(bytearray(16)), eviction=policy_of(eviction, count))
     made.adopt(image)
     made.check_integrity()
     return made, image
@@ -228,10 +234,10 @@ def test_a_larger_pool_takes_it_over_and_a_smaller_or_used_one_does_not():
         other.check_integrity()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_pools_are_the_same_in_the_next_life(seed):
     draw, eviction = random.Random(seed), ("lru", "learned")[seed % 2]
-    pool, lives = Pool(24, eviction=make_policy(eviction, 24)), 0
+    pool, lives = Pool(24, eviction=policy_of(eviction, 24)), 0
     open_writes, open_leases = [], []
     for step in range(120):
         space = draw.choice([SPACE, OTHER])
