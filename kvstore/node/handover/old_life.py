@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore.config import StoreConfig
-from kvstore.disk.records import PAGE_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.memory.arena import Arena
 from kvstore.node.handover.message import Message
@@ -105,29 +104,18 @@ class OldLife:
         logger.info("a worker of the old store is gone, and %d writes with it: its slots are free", num_freed)
 
 
-def why_unfit(message: Message, config: StoreConfig) -> str:
-    """Return why a store with these settings cannot take over a life's memory; "" if it can."""
-    if message.store != config.name:
-        return f"it is the memory of store {message.store!r}"
-    if message.capacity_bytes != config.capacity_bytes:
-        return f"capacity_bytes: the memory has {message.capacity_bytes} bytes, wanted {config.capacity_bytes}"
-    if config.block_bytes > message.slot_bytes:
-        return f"block_bytes: its slots have {message.slot_bytes} bytes, wanted {config.block_bytes}"
-    if config.disk_path and message.slot_bytes % PAGE_BYTES:
-        return f"disk_path: its slots have {message.slot_bytes} bytes, and a disk tier moves whole pages"
-    return ""
-
-
-def check_fits(message: Message, config: StoreConfig, node_id: str) -> None:
-    """Check that a store of this node with these settings can take over a life's memory.
+def check_is_of(message: Message, config: StoreConfig, node_id: str) -> None:
+    """Check that a message is of an earlier life of this node's store, and describes one arena.
 
     Raises:
-        KVStoreError: it cannot.
+        KVStoreError: it is not.
     """
-    why = why_unfit(message, config)
-    if not why and message.node != node_id:
-        why = f"it is the memory of node {message.node}"
-    if not why and len(message.generations) // 4 != message.capacity_bytes // max(message.slot_bytes, 1):
+    why = ""
+    if (message.store, message.node) != (config.name, node_id):
+        why = f"it is the memory of store {message.store!r} on node {message.node}"
+    elif len(message.generations) // 4 != message.capacity_bytes // max(message.slot_bytes, 1):
         why = f"it has {len(message.generations) // 4} slots of {message.slot_bytes} bytes"
+    elif max(message.block_bytes.values(), default=0) > message.slot_bytes:
+        why = f"it has blocks of {max(message.block_bytes.values())} bytes in slots of {message.slot_bytes}"
     if why:
         raise KVStoreError(why)

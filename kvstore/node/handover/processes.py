@@ -101,5 +101,9 @@ class OldProcesses:
             if self._uses:
                 self._closed.wait(_LOOK_S)
         if not self._uses:
-            for pidfd in self._pidfds:
-                os.close(pidfd)
+            self.close()
+
+    def close(self) -> None:
+        """Close all pidfds, because nothing is waited for; call this once, and no other method afterwards."""
+        for pidfd in self._pidfds:
+            os.close(pidfd)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -13,7 +12,8 @@ from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, ProtocolError, StoreUnavailable
 from kvstore.memory.arena import keep_arena
 from kvstore.node.handover.message import check_samples, image_of, unseal
-from kvstore.node.handover.old_life import Beginning, OldLife, check_fits
+from kvstore.node.handover.moving import fits, move
+from kvstore.node.handover.old_life import Beginning, OldLife, check_is_of
 from kvstore.node.handover.processes import end, pid_of
 from kvstore.node.handover.transfer import TAKE, Parcel, connect, receive, send
 
@@ -65,13 +65,17 @@ def _open(parcel: Parcel, config: StoreConfig, node_id: str) -> OldLife:
     if size > _MOST_MESSAGE_BYTES:
         raise ProtocolError(f"the index of the old store has {size} bytes; this store begins cold")
     message = unseal(_read(parcel.message, size))
-    check_fits(message, config, node_id)
+    check_is_of(message, config, node_id)
     if any(at >= len(parcel.processes) for held in message.writers for at in held.processes):
         raise ProtocolError("the index of the old store names a process that did not come with it")
     image = image_of(message)
     arena = keep_arena(os.dup(parcel.arena), message.capacity_bytes)
     try:
         check_samples(message, arena.memory)
+        if not fits(message, config):
+            old = arena
+            arena, message, image = move(old, message, image, config)
+            old.close()
     except BaseException:
         arena.close()
         raise
@@ -96,6 +100,5 @@ def begin(make: Callable[[OldLife | None], T], old: OldLife | None, why_cold: st
         except KVStoreError as error:
             why_cold = f"the memory of the old store could not be used: {error}"
             logger.warning("%s", why_cold)
-            with contextlib.suppress(KVStoreError):
-                old.processes.stop()
+            old.processes.close()
     return make(None), Beginning(why_cold=why_cold)

@@ -14,6 +14,7 @@ from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, StoreUnavailable
+from kvstore.memory import arena
 from kvstore.node.core import NodeCore
 from kvstore.node.handover import giving, taking
 from kvstore.node.handover.giving import hand_over
@@ -219,31 +220,65 @@ def test_bytes_that_a_reader_of_the_old_life_may_use_stay_until_its_lease_ends(c
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    "settings",
     [
-        ({"capacity_bytes": 1 << 18}, "capacity_bytes"),
-        ({"capacity_bytes": 1 << 16}, "capacity_bytes"),
-        ({"block_bytes": 1 << 14}, "block_bytes"),
-        ({"name": "other"}, "store 'default'"),
+        {"capacity_bytes": 1 << 18},
+        {"capacity_bytes": 1 << 16},
+        {"block_bytes": 1 << 12},
+        {"disk_path": "here", "disk_capacity_bytes": 1 << 20},
     ],
 )
-def test_settings_that_do_not_fit_begin_an_empty_store_that_says_why(cluster, lives, settings, why):
+def test_blocks_are_copied_to_memory_of_another_size_and_old_writers_do_not_reach_it(
+    cluster, lives, settings, tmp_path
+):
+    settings |= {"disk_path": str(tmp_path)} if "disk_path" in settings else {}
+    hashes, first = cluster.hashes(20), cluster.worker(NODE, seed=1)
+    first.save(hashes, range(20))
+    late = prepare(first, cluster.hashes(4, seed=7))
+    view, slot_bytes = first.client._attached.arena.memory[:], first.client._attached.slot_bytes
+    beginning = lives.go_on(**settings)
+    assert (beginning.is_warm, beginning.num_blocks, beginning.num_held_slots) == (True, 20, 0)
+    view[:] = b"\xff" * len(view)
+    assert (memory_files(), len(late.slots), slot_bytes) == (1, 4, 1024)
+    worker = cluster.worker(NODE, seed=2)
+    assert worker.load(hashes, range(30, 50)).num_local == 20
+    assert [worker.block(30 + block) for block in range(20)] == [first.block(block) for block in range(20)]
+    view.release()
+
+
+def test_a_smaller_memory_keeps_what_would_be_evicted_last(cluster, lives):
+    worker = cluster.worker(NODE, seed=1)
+    chains = [cluster.hashes(30, seed) for seed in range(4)]
+    for chain in chains:
+        worker.save(chain, range(30))
+    worker.load(chains[0], range(30))
+    beginning = lives.go_on(capacity_bytes=1 << 16, eviction="lru")
+    assert (beginning.is_warm, beginning.num_blocks) == (True, 64)
+    client = cluster.client(NODE)
+    assert [client.lookup(chain, remote=False).num_local for chain in chains] == [30, 0, 4, 30]
+
+
+def test_memory_of_another_size_needs_room_for_both_at_once(cluster, lives, monkeypatch):
     hashes = cluster.hashes(4)
     cluster.worker(NODE).save(hashes, range(4))
-    beginning = lives.go_on(**settings)
-    assert (beginning.is_warm, beginning.num_blocks) == (False, 0)
-    assert why in beginning.why_cold
-    assert memory_files() == 1
-    worker = cluster.worker(NODE)
-    assert worker.client.lookup(hashes, remote=False).num_local == 0
-    assert worker.save(hashes, range(4)).num_written == 4
+    lives.give()
+    monkeypatch.setattr(arena, "available_bytes", _once(lambda: (0, "a test"), arena.available_bytes))
+    beginning = lives.take(capacity_bytes=1 << 18)
+    assert (beginning.is_warm, "headroom" in beginning.why_cold, memory_files()) == (False, True, 1)
+    assert cluster.worker(NODE).save(hashes, range(4)).num_written == 4
 
 
-def test_a_disk_tier_that_needs_whole_pages_begins_an_empty_store(cluster, lives, tmp_path):
-    cluster.worker(NODE).save(cluster.hashes(4), range(4))
-    beginning = lives.go_on(disk_path=str(tmp_path), disk_capacity_bytes=1 << 20)
-    assert (beginning.is_warm, "disk_path" in beginning.why_cold) == (False, True)
-    assert cluster.worker(NODE).save(cluster.hashes(4), range(4)).num_written == 4
+def _once(first, then):
+    calls = iter([first])
+    return lambda: next(calls, then)()
+
+
+def test_the_memory_of_another_store_is_refused(cluster, lives):
+    hashes = cluster.hashes(4)
+    cluster.worker(NODE).save(hashes, range(4))
+    beginning = lives.go_on(name="other")
+    assert (beginning.is_warm, beginning.num_blocks, memory_files()) == (False, 0, 1)
+    assert "store 'default'" in beginning.why_cold
 
 
 def test_other_settings_keep_the_blocks(cluster, lives):
