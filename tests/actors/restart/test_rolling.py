@@ -52,7 +52,7 @@ class Traffic(threading.Thread):
             self.failure = error
 
     def _use(self, engine):
-        while not self.is_over.is_set() and engine.client._attached.is_open():
+        while not self.is_over.is_set():
             for number, chain in enumerate(self.chains):
                 result = engine.load(chain, timeout_s=1.0)  # Asserts that what it calls usable has the right bytes.
                 self.num_loaded += result.num_blocks
@@ -60,7 +60,7 @@ class Traffic(threading.Thread):
                     engine.save(chain)
             self.num_rounds += 1
             time.sleep(0.02)  # Leaves the processor to the stores.
-            engine.client.lookup(self.chains[0])
+            engine.client.lookup(self.chains[0])  # Raises if the store has ended.
 
     def end(self):
         self.is_over.set()
@@ -111,16 +111,20 @@ class LateWriter:
     """A worker that has claimed slots and not written them; it keeps its mapping, as a copy under way does."""
 
     def begin(self, control_path, space, chain):
-        from kvstore.blocks.codec import encode
-        from kvstore.client.client import Client
-        from kvstore.rpc.framing import Op
-        from kvstore.rpc.messages import Prepare, decode_ticket
+        from kvstore.blocks.codec import decode_counts, encode
+        from kvstore.config import PROTOCOL_VERSION
+        from kvstore.memory.arena import attach_arena
+        from kvstore.rpc.connect import connect_local, greeting_of
+        from kvstore.rpc.framing import OWNER_KEY_DIGITS, Op
+        from kvstore.rpc.messages import Attach, Prepare, decode_ticket
 
-        self.client = Client(control_path, space)
-        attached = self.client._attached
-        request = encode(Prepare(attached.chain(chain), 1))
-        self.slots = list(decode_ticket(attached.store.calls.call(Op.PREPARE_STORE, request, timeout_s=5)).slots)
-        self.memory, self.slot_bytes = attached.arena.memory[:], attached.slot_bytes
+        hello = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": "0" * OWNER_KEY_DIGITS}
+        self.client, file = connect_local(control_path, hello, timeout_s=5.0)
+        self.memory = attach_arena(file, greeting_of(self.client).arena_bytes).memory
+        attach = encode(Attach(space.digest, space.shape.block_bytes))
+        self.slot_bytes = decode_counts(self.client.call(Op.ATTACH, attach, timeout_s=5.0))["slot_bytes"]
+        ticket = self.client.call(Op.PREPARE_STORE, encode(Prepare(chain, 1)), timeout_s=5.0)
+        self.slots = list(decode_ticket(ticket).slots)
         return self.slots, os.getpid()
 
     def write(self):

@@ -9,6 +9,7 @@ import os
 import threading
 
 import pytest
+from inner_parts import parts_of
 
 from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
@@ -89,8 +90,8 @@ def memory_files():
 
 def prepare(worker, hashes):
     """Have a worker claim slots, and not write them yet."""
-    request = encode(Prepare(worker.client._attached.chain(hashes), 1))
-    return decode_ticket(worker.client._attached.store.calls.call(Op.PREPARE_STORE, request, timeout_s=5))
+    request = encode(Prepare(parts_of(worker.client).chain(hashes), 1))
+    return decode_ticket(parts_of(worker.client).store.calls.call(Op.PREPARE_STORE, request, timeout_s=5))
 
 
 def test_blocks_are_loaded_from_the_memory_of_the_life_before_also_the_next_time(cluster, lives):
@@ -178,7 +179,7 @@ def test_a_writer_of_the_old_life_harms_no_block_of_the_new_one(cluster, lives, 
     frozen, hashes = cluster.worker(NODE, seed=1), cluster.hashes(8)
     frozen.save(hashes[:4], range(4))
     slots = prepare(frozen, hashes).slots
-    attached = frozen.client._attached
+    attached = parts_of(frozen.client)
     view = attached.arena.memory[:]  # As a copy under way has: it stays mapped.
     beginning = lives.go_on()
     assert (beginning.is_warm, beginning.num_held_slots) == (True, 4)
@@ -235,7 +236,7 @@ def test_blocks_are_copied_to_memory_of_another_size_and_old_writers_do_not_reac
     hashes, first = cluster.hashes(20), cluster.worker(NODE, seed=1)
     first.save(hashes, range(20))
     late = prepare(first, cluster.hashes(4, seed=7))
-    view, slot_bytes = first.client._attached.arena.memory[:], first.client._attached.slot_bytes
+    view, slot_bytes = parts_of(first.client).arena.memory[:], parts_of(first.client).slot_bytes
     beginning = lives.go_on(**settings)
     assert (beginning.is_warm, beginning.num_blocks, beginning.num_held_slots) == (True, 20, 0)
     view[:] = b"\xff" * len(view)
