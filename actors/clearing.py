@@ -65,8 +65,8 @@ def _check_not_between(name: str) -> None:
     """
     if name and (between := [path for path in actors_of(name) if path.startswith(actor_name(name, "handover"))]):
         raise StoreUnavailable(
-            f"wanted an answer of the directory while nodes are restarted, got none ({len(between)} nodes are between two "
-            "stores); nothing is cleared for sure, clear again when it answers"
+            f"wanted an answer of the directory, because {len(between)} nodes are between two stores, got none; clear "
+            "again when it answers"
         )
 
 
