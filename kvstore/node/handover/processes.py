@@ -77,9 +77,9 @@ class OldProcesses:
         """Start the thread, which ends with the last use."""
         self.thread.start()
 
-    def of(self, owner: str) -> OldUse | None:
-        """Return the use of an owner of the old life; None when it is over."""
-        return self._uses.get(owner)
+    def uses(self) -> list[OldUse]:
+        """Return the uses that are not over."""
+        return list(self._uses.values())
 
     def stop(self) -> None:
         """End the thread; the slots stay as they are, and the pidfds open."""
