@@ -18,7 +18,7 @@ from kvstore.cli import main
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, StoreDraining
 
 pytestmark = pytest.mark.ray
-CAPACITY = 4 << 20
+CAPACITY = 2 << 20
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def test_a_rolling_restart_with_a_changed_setting_keeps_the_blocks(
 ):
     space = make_space("rolling")
     chains = {
-        node: [chain_of(space, 10, seed) for seed in seeds]
-        for node, seeds in zip(node_ids, [range(4), range(4, 8)], strict=True)
+        node: [chain_of(space, 8, seed) for seed in seeds]
+        for node, seeds in zip(node_ids, [range(3), range(3, 6)], strict=True)
     }
     epochs = {node: said["epoch"] for node, said in store.stats()["nodes"].items()}
     traffic = [Traffic(store, space, node, chains[node], open_engine) for node in node_ids]
@@ -96,14 +96,14 @@ def test_a_rolling_restart_with_a_changed_setting_keeps_the_blocks(
     assert set(found) == set(node_ids)
     for node in node_ids:
         assert found[node]["is_warm"], found
-        assert found[node]["num_blocks"] >= 0.9 * 4 * 10
+        assert found[node]["num_blocks"] >= 0.9 * 3 * 8
     nodes = store.stats()["nodes"]
     assert all(nodes[node]["epoch"] != epochs[node] for node in node_ids)
     assert (store.config.max_hard_pinned_fraction, kvstore.connect("warm").config) == (0.25, store.config)
     assert names_of(store) == ["directory", "node", "node", "supervisor"]
     for node in node_ids:
         engine = open_engine(store, space, node)
-        assert sum(engine.client.lookup(chain, remote=False).num_local for chain in chains[node]) >= 0.9 * 4 * 10
+        assert sum(engine.client.lookup(chain, remote=False).num_local for chain in chains[node]) >= 0.9 * 3 * 8
         ray.get(kvstore.node_store(node, name="warm").check_integrity.remote(), timeout=30)
 
 
@@ -148,8 +148,9 @@ def test_a_worker_that_is_frozen_across_the_restart_writes_into_no_new_block(
     try:
         slots, pid = get(late.begin.remote(store.control_path(node_id=node), space, chain_of(space, 6, 200)))
         stopped(pid)
-        found = store.restart([node], wait_s=0.5)[node]
-        assert (found["is_warm"], found["num_held_slots"]) == (True, 6)
+        for _ in range(2):  # The next life but one knows it, too.
+            found = store.restart([node], wait_s=0.5)[node]
+            assert (found["is_warm"], found["num_held_slots"]) == (True, 6)
         stopped.resume()
         engine, used = open_engine(store, space, node), set()
         for chain in kept:
