@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import time
 
 from kvstore.errors import KVStoreError
 from kvstore.node.handover.transfer import GIVE, HAVE, NOTHING, TAKE, Parcel, check_user, receive, send
 from kvstore.rpc.socket_files import SocketFile
+from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class Holder:
 
     def run(self, keep_s: float) -> bool:
         """Serve until the parcel was taken, `keep_s` have passed or `close` was called; return whether it was taken."""
-        until_s, was_taken = time.monotonic() + keep_s, False
+        until_s, was_taken = clock.now_s() + keep_s, False
         try:
-            while not was_taken and not self.is_closed and time.monotonic() < until_s:
+            while not was_taken and not self.is_closed and clock.now_s() < until_s:
                 self._sock.settimeout(_LOOK_S)
                 with contextlib.suppress(TimeoutError):
                     sock, _ = self._sock.accept()
@@ -77,10 +77,8 @@ class Holder:
                 return False
             given, self._parcel = self._parcel, None
             # From here on it is the other's, even if that dies: nobody else may get it.
-            try:
+            with contextlib.closing(given), contextlib.suppress(OSError):
                 send(sock, HAVE, given)
-            finally:
-                given.close()
             return True
         except (OSError, KVStoreError) as error:
             logger.info("a process that asked for a store's memory got nothing: %s", error)
