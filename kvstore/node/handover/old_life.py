@@ -15,6 +15,7 @@ from kvstore.node.state import NodeState
 from kvstore.pool.handover.adoption import OLD_WRITER
 from kvstore.pool.handover.image import PoolImage
 from kvstore.remote.versions import NamespaceVersions
+from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,9 @@ class OldLife:
             KVStoreError: the blocks cannot be taken over; this store must not go on with this arena.
         """
         self._adopt(state)
+        until_s = clock.now_s() + MEETS_WITHIN_S
         state.hints.start(MEETS_WITHIN_S)
+        state.hints.has_met.wait(max(0.0, until_s - clock.now_s()))  # The first try may fail at once.
         why, pool = "", state.pool_service.current
         if not state.hints.has_met.is_set():
             why = "the directory did not answer, so a clearing in between may be unknown"

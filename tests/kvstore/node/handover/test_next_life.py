@@ -14,7 +14,7 @@ from inner_parts import parts_of
 from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, StoreUnavailable
+from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable
 from kvstore.memory import arena
 from kvstore.node.core import NodeCore
 from kvstore.node.handover import giving, taking
@@ -173,6 +173,21 @@ def test_without_the_directory_nothing_is_kept(cluster, lives, monkeypatch):
     worker = cluster.worker(NODE)
     assert worker.client.lookup(hashes, remote=False).num_local == 0
     assert worker.save(hashes, range(4)).num_written == 4
+
+
+def test_a_directory_that_is_away_for_a_moment_costs_nothing(cluster, lives, monkeypatch):
+    hashes = cluster.hashes(4)
+    cluster.worker(NODE).save(hashes, range(4))
+    lives.give()
+    address, failures = cluster.directory.address, iter([PeerLost("not yet")])
+
+    def find():
+        for failure in failures:
+            raise failure
+        return address()
+
+    monkeypatch.setattr(cluster.directory, "address", find)
+    assert lives.take().num_blocks == 4
 
 
 def test_a_writer_of_the_old_life_harms_no_block_of_the_new_one(cluster, lives, wait_until):
