@@ -209,7 +209,7 @@ def test_a_store_that_is_killed_while_it_gives_or_after_it_took_leaves_an_empty_
     assert names_of(store) == ["directory", "node", "node", "supervisor"]
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing_and_cold_is_empty(
+def test_what_cannot_be_is_refused_another_capacity_keeps_the_blocks_and_cold_is_empty(
     store, make_space, chain_of, node_ids, open_engine
 ):
     node, space = node_ids[1], make_space("cold")
@@ -225,6 +225,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing_and_cold_is_empty(
         with pytest.raises(error):
             store.restart(node_id, **changes)
     assert engine.load(chain).num_blocks == 4
+    found = store.restart([node], capacity="3MiB")[node]
+    assert (found["is_warm"], found["num_blocks"] >= 4, store.config.capacity_bytes) == (True, True, 3 << 20)
+    assert open_engine(store, space, node).load(chain).num_local == 4
     done = CliRunner().invoke(
         main, ["restart", "--name", "warm", "--node", node, "--cold", "--json", "--set", "save_wait_s=0"]
     )
