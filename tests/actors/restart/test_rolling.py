@@ -210,7 +210,7 @@ def test_a_store_that_is_killed_while_it_gives_or_after_it_took_leaves_an_empty_
 
 
 def test_what_cannot_be_is_refused_another_capacity_keeps_the_blocks_and_cold_is_empty(
-    store, make_space, chain_of, node_ids, open_engine
+    store, make_space, chain_of, node_ids, open_engine, eventually
 ):
     node, space = node_ids[1], make_space("cold")
     engine, chain = open_engine(store, space, node), chain_of(space, 4)
@@ -228,6 +228,9 @@ def test_what_cannot_be_is_refused_another_capacity_keeps_the_blocks_and_cold_is
     found = store.restart([node], capacity="3MiB")[node]
     assert (found["is_warm"], found["num_blocks"] >= 4, store.config.capacity_bytes) == (True, True, 3 << 20)
     assert open_engine(store, space, node).load(chain).num_local == 4
+    # As a restart that was killed in the middle leaves it.
+    ray.kill(ray.get_actor("raykv/warm/supervisor", namespace="raykv"))
+    eventually(lambda: "supervisor" not in names_of(store), 20)
     done = CliRunner().invoke(
         main, ["restart", "--name", "warm", "--node", node, "--cold", "--json", "--set", "save_wait_s=0"]
     )
