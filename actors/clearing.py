@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.actors.calls import ask_all, what_is
+from kvstore.actors.calls import actor_name, ask_all, what_is
+from kvstore.actors.finding import actors_of
 from kvstore.errors import InvalidRequest, KVStoreError, StaleVersion, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ _CALL_S = 10.0
 _MAX_TRIES = 8
 
 
-def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], *directories: Any) -> int:
+def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], *directories: Any, name: str = "") -> int:
     """Clear a namespace under a later version than any that is known; raise as `Store.clear` says.
 
     Args:
@@ -24,6 +25,7 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], *directories: 
         stores: handle of each node's store by node id.
         directories: the handles of the directory's shards; None for one that is away. They notify the stores that
             cannot be reached now.
+        name: of the store; "" if none of its nodes is being restarted.
 
     Returns:
         The number of cleared blocks.
@@ -31,24 +33,43 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], *directories: 
     cleared, shards = 0, {f"/{at}": each for at, each in enumerate(directories) if each is not None}
     for _ in range(_MAX_TRIES):
         version, asked = _next_version(namespace, stores, shards)
+        if not asked & shards.keys():
+            _check_not_between(name)
         methods = {node: handle.clear for node, handle in stores.items()}
         methods |= {key: handle.hear_clearing for key, handle in shards.items()}
-        late, refused = [], None
+        late, refused, has_heard = [], None, False
         for node, said in ask_all(methods, namespace, version, timeout_s=_CALL_S).items():
             if isinstance(said, StaleVersion):
                 # A store that was asked has been cleared since, by another caller or through the directory.
                 late += [node] if node not in asked else []
+                has_heard = has_heard or node in shards
             elif isinstance(said, InvalidRequest):
                 refused = said  # It is reachable but did not clear, and will not be notified later.
             elif isinstance(said, KVStoreError):
                 logger.warning("clear: the %s did not answer: %s", what_is(node), said)
             elif node in stores:
                 cleared += int(said)
+            else:
+                has_heard = True
+        if not has_heard:
+            _check_not_between(name)
         if refused is not None:
             raise refused
         if not late:
             return cleared
     raise StaleVersion(f"wanted to clear nodes {late}, but others went on clearing them; try again")
+
+
+def _check_not_between(name: str) -> None:
+    """Refuse a clearing without the directory while a node's memory is between two of its stores.
+
+    The next store of that node asks only the directory what was cleared.
+    """
+    if name and (between := [path for path in actors_of(name) if path.startswith(actor_name(name, "handover"))]):
+        raise StoreUnavailable(
+            f"wanted an answer of the directory, because {len(between)} nodes are between two stores, got none; clear "
+            "again when it answers"
+        )
 
 
 def _next_version(namespace: bytes, stores: Mapping[str, Any], shards: Mapping[str, Any]) -> tuple[int, set[str]]:

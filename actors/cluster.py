@@ -14,6 +14,7 @@ from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.draining import drain_node
 from kvstore.actors.ending import end_actors
 from kvstore.actors.finding import alive_nodes, find_shards, locate, node_store, node_stores, shard_stats
+from kvstore.actors.restart.rolling import restart_store
 from kvstore.actors.session.handles import USE, is_connected
 from kvstore.actors.session.probing import check_goes_on
 from kvstore.actors.session.rays import RaySession, current_session
@@ -147,7 +148,7 @@ class Store:
         self._check()
         if not isinstance(space, Namespace):
             raise InvalidRequest(f"space: wanted a kvstore.Namespace, got {type(space).__name__}")
-        return clear_everywhere(space.digest, self._handles(), *find_shards(self.config))
+        return clear_everywhere(space.digest, self._handles(), *find_shards(self.config), name=self.config.name)
 
     def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, int]:
         """Take a node out of service for a rolling restart.
@@ -172,6 +173,25 @@ class Store:
         timeout_s = check_seconds("timeout_s", timeout_s)
         hand_over_bytes = check_count("hand_over_bytes", hand_over_bytes, 0, 1 << 62)
         return drain_node(node_id, self._handles(), timeout_s, hand_over_bytes)
+
+    def restart(
+        self, node_ids: Sequence[str] | None = None, *, cold: bool = False, wait_s: float = 10.0, **changes: Any
+    ) -> dict[str, dict[str, Any]]:
+        """Restart node stores one after the other, with changed settings, and keep their blocks where that is safe.
+
+        Each waits up to `wait_s` for leases, writes and hand-offs. Clients of restarted stores are made anew, as after
+        any restart. docs/operations.md has the settings that keep the blocks; with `cold` all begin empty.
+
+        Returns:
+            By node id: {"is_warm", "num_blocks", "num_held_slots", "why_cold"}.
+
+        Raises:
+            ConfigError: a setting cannot work; nothing changed.
+            StoreUnavailable: a node has no store again; those after it serve on as they were.
+        """
+        self._check()
+        self.config, found = restart_store(self.config.name, node_ids, changes, cold=cold, wait_s=wait_s)
+        return found
 
     def stats(self) -> dict[str, Any]:
         """Return counts of the store, and of each node.

@@ -11,6 +11,8 @@ import logging
 import os
 import secrets
 import sys
+import threading
+import time
 from typing import Any
 
 import ray
@@ -26,14 +28,21 @@ from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.blocks.priority import Priority, retention_of
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_OWNER_CHARS, check_bytes, check_count, check_digest, check_seconds, clip
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, ProtocolError
+from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, ProtocolError, StoreUnavailable
 from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
+from kvstore.node.handover.giving import hand_over
+from kvstore.node.handover.old_life import OldLife
+from kvstore.node.handover.taking import begin, take_old_life
+from kvstore.node.handover.transfer import handover_path
 from kvstore.node.pool_service import deadline_after
 from kvstore.remote.peers import PeerAddress
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
+
+#: How long a store that gave its memory away waits for its caller to end it.
+_ENDS_ITSELF_S = 30.0
 
 
 class NodeStore:
@@ -62,8 +71,8 @@ class NodeStore:
         sys.setswitchinterval(1e-4)
         self._node_id, self._config = node_id, StoreConfig.from_json(config_json)
         self._mover_numbers = itertools.count(1)
-        find = self._resolve_peer, self._resolve_directory
-        self._core = NodeCore(node_id, self._config, node_address(), *find, lambda: self._keeper.replace())
+        old, why_cold = take_old_life(handover_path(self._config.name, node_id), self._config, node_id)
+        self._core, self._beginning = begin(self._make_core, old, why_cold)
         self._verbs = self._core.state.pool_service
         self._mover = self._core.state.mover
         self._keeper = MoverKeeper(node_id, self._start_mover, self._mover.wait_ready, self._config.call_timeout_s)
@@ -71,6 +80,10 @@ class NodeStore:
         self._metrics = Flusher(node_id, self._config.name, self._core.counts)
         if self._config.metrics:
             self._metrics.start()
+
+    def _make_core(self, old: OldLife | None) -> NodeCore:
+        find = self._resolve_peer, self._resolve_directory
+        return NodeCore(self._node_id, self._config, node_address(), *find, lambda: self._keeper.replace(), old)
 
     def _resolve_peer(self, node_id: str, within_s: float) -> PeerAddress:
         what, name = f"store of node {node_id}", actor_name(self._config.name, "node", node_id)
@@ -197,8 +210,14 @@ class NodeStore:
         return self._verbs.clear(namespace, version)
 
     def version(self, namespace: bytes) -> int:
-        """Return the version of a namespace's last clearing that this store knows."""
+        """Return the version of a namespace's last clearing that this store knows.
+
+        Raises:
+            StoreUnavailable: it gave its memory away, and cannot clear it any more.
+        """
         check_digest("namespace", namespace)
+        if self._verbs.current.is_frozen:
+            raise StoreUnavailable("this life of the node store has ended, and the next one begins; ask that")
         return self._verbs.versions.get(namespace)
 
     def num_clears(self, namespace: bytes) -> int:
@@ -232,6 +251,24 @@ class NodeStore:
         """Serve again after a drain."""
         self._core.undrain()
 
+    def beginning(self) -> dict[str, Any]:
+        """Return how this store began: {"is_warm", "num_blocks", "num_held_slots", "why_cold"}."""
+        return self._beginning.as_dict()
+
+    @ray.method(concurrency_group=DRAIN)
+    def hand_over(self, path: str, wait_s: float) -> dict[str, int]:
+        """Give the memory to the holder at `path`, for the next store of this node; see `Store.restart`.
+
+        This store serves nobody afterwards, and ends by itself if its caller does not end it.
+        """
+        wait_s = check_seconds("wait_s", wait_s)
+        try:
+            given = hand_over(self._core, path, wait_s)
+        finally:
+            if self._core.state.pool_service.current.is_frozen:
+                threading.Thread(target=_end_later, name="raykv-ending", daemon=True).start()
+        return {"num_blocks": given.num_blocks, "num_held_slots": given.num_held_slots}
+
     def check_integrity(self) -> None:
         """Assert the invariants of the pool, and of the disk's; for tests and debugging."""
         self._core.pool.check_integrity()
@@ -253,6 +290,12 @@ class _MoverActor:
         """End its process."""
         with ray_failures("mover"):
             ray.kill(self._handle)
+
+
+def _end_later() -> None:
+    """End this process, if its caller died after the memory was given: another store would wait for its end."""
+    time.sleep(_ENDS_ITSELF_S)
+    os._exit(0)
 
 
 def _chain(hashes: BlockHashes) -> BlockHashes:

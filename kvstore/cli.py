@@ -1,4 +1,4 @@
-"""The commands `kvstore start|status|top|stop|doctor|bench|replay|trace`. Thin: other modules find out what they show.
+"""The commands `kvstore start|status|top|restart|stop|doctor|bench|replay|trace`. Thin: others find out what they show.
 
 One of the two modules of the core that may import kvstore.actors, and only when a command needs it.
 """
@@ -42,11 +42,11 @@ from kvstore.tools.commands import (
 )
 from kvstore.tools.doctor import Status, human_bytes, machine_checks
 from kvstore.tools.own_output import keep_own_output
+from kvstore.tools.restart import restart_command
 from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
 from kvstore.tools.top import watch
 
-#: How long `kvstore stop` tries to join Ray.
-_JOIN_S = 30.0
+_JOIN_S = 30.0  # how long `kvstore stop` tries to join Ray
 
 
 def _replay_real(*args: Any) -> list[dict[str, Any]]:
@@ -149,6 +149,12 @@ def _started(store: Any) -> str:
     return f"store {store.config.name!r} runs {where}, {capacity} each"
 
 
+def _connect(name: str, address: str | None) -> Any:
+    from kvstore.api import connect
+
+    return connect(name, address=address)
+
+
 @main.command(short_help="Show every node's store.")
 @NAME
 @ADDRESS
@@ -159,9 +165,7 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
 
     Exit status 1 when a node of the cluster has no store that answers, 2 when there is none at all.
     """
-    from kvstore.api import connect
-
-    store = connect(name, address=address)
+    store = _connect(name, address)
     stats = store.stats()
     stats["without_store"] = [node for node in store.node_ids() if "error" in stats["nodes"].get(node, {"error": ""})]
     if as_json:
@@ -181,9 +185,7 @@ def top(name: str, address: str | None, as_json: bool, interval_s: float, once: 
 
     Shares and rates are those of the last interval. With --json each interval is one object on a line of its own.
     """
-    from kvstore.api import connect
-
-    watch(lambda: connect(name, address=address), interval_s, is_once=once, as_json=as_json)
+    watch(lambda: _connect(name, address), interval_s, is_once=once, as_json=as_json)
 
 
 @main.command()
@@ -343,5 +345,6 @@ def handoff(
 
 bench.add_command(gpu)
 bench.add_command(disk)
+main.add_command(restart_command(_connect))
 main.add_command(replay)
 main.add_command(trace_group)

@@ -173,6 +173,24 @@ def check_memory(fd: int) -> None:
         )
 
 
+def keep_arena(fd: int, num_bytes: int) -> Arena:
+    """Map the slab of a store that has ended, and own its descriptor. After an error the descriptor is closed.
+
+    Raises:
+        ConfigError: the file has another size than was said, is not a store's memory, or cannot be mapped.
+    """
+    try:
+        check_memory(fd)
+        if (got := os.fstat(fd).st_size) != num_bytes:
+            raise ConfigError(f"arena: wanted {num_bytes} bytes of the old store, got a file of {got}")
+        return Arena(fd, num_bytes, *_map(fd, num_bytes))
+    except (ConfigError, OSError) as error:
+        os.close(fd)
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"could not map {num_bytes} bytes of the old store's memory: {error}") from error
+
+
 def attach_arena(file: FileIO, num_bytes: int) -> Arena:
     """Map a slab from the descriptor that its node store sent. The descriptor is closed in any case.
 

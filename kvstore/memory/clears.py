@@ -40,6 +40,15 @@ class ClearCounts:
         """Count a clearing; call this before new blocks of the namespace can be stored."""
         self._counters[_place_of(namespace)] += 1
 
+    def continue_from(self, counters: bytes) -> None:
+        """Go on from the counters of the store's last life, before anyone reads these; skips what is no such row."""
+        if len(counters) == CLEARS_BYTES:
+            self._counters[:] = memoryview(counters).cast("Q")
+
+    def copy(self) -> bytes:
+        """Return all counters, for `continue_from`."""
+        return self._counters.tobytes()
+
     def leave(self) -> None:
         """Copy the counters to private memory, because the given memory is about to be freed."""
         self._counters = memoryview(bytearray(self._counters)).cast("Q")

@@ -26,6 +26,7 @@ from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
 from kvstore.node.dispatch import NodeControl
 from kvstore.node.events.publisher import DISK, MEMORY, EventPublisher
+from kvstore.node.handover.old_life import OldLife
 from kvstore.node.pool_service import PoolService
 from kvstore.node.residents import Residents
 from kvstore.node.state import NodeState
@@ -60,9 +61,11 @@ class NodeCore:
         resolve_peer: finds another node's store through the cluster.
         resolve_directory: finds the directory through the cluster; called with the number of a shard if it has several.
         on_mover_gone: called, on its own thread, when the mover's process is gone and has to be replaced.
+        old: the memory of the store's last life, which has ended; None to begin empty.
 
     Raises:
         ConfigError: there is not enough memory, or the disk or an address cannot be used; nothing is left behind.
+        ProtocolError: the blocks of `old` cannot be taken over; nothing is left behind.
         InvalidRequest: `node_id` is not valid; nothing is left behind.
     """
 
@@ -74,6 +77,7 @@ class NodeCore:
         resolve_peer: Resolver,
         resolve_directory: Callable[..., PeerAddress],
         on_mover_gone: Callable[[], None] = lambda: None,
+        old: OldLife | None = None,
     ) -> None:
         if not 0 < len(node_id) <= MAX_NODE_ID_CHARS or "/" in node_id:
             raise InvalidRequest(
@@ -90,14 +94,14 @@ class NodeCore:
                 undo.callback(disk.stop)
                 # Before the directory is met, which hears of them, too.
                 versions.hear_all(disk.old_versions)
-            arena: Arena = create_arena(config.capacity_bytes)
+            arena: Arena = create_arena(config.capacity_bytes) if old is None else old.arena
             undo.callback(arena.close)
             presence = PresenceTable(epoch, config.capacity_bytes)
             undo.callback(presence.close)
             where, replay = config.events_endpoint, config.events_replay_endpoint
             events = EventPublisher(where, replay, node_id, config.name) if where else None
             undo.pop_all()
-        self._memory_closed = False
+        self._memory_closed, self.old = False, old
 
         def resolve(peer_id: str, within_s: float) -> PeerAddress:
             return self.peer_address() if peer_id == node_id else resolve_peer(peer_id, within_s)
@@ -140,7 +144,10 @@ class NodeCore:
         self.control = NodeControl(self.state, lambda: self.stats(), on_mover_gone)
         try:
             # Before a worker can reach this store: else it would store blocks that the first peer then makes it drop.
-            hints.start(_FIRST_CONTACT_S)
+            if old is None:
+                hints.start(_FIRST_CONTACT_S)
+            else:
+                old.begin(self.state)
             self.control.start(self.control_path, host)
         except BaseException:
             self.stop()  # It lets the disk's folder go.
@@ -322,6 +329,8 @@ class NodeCore:
         with contextlib.ExitStack() as steps:
             # ExitStack runs them from the last to the first, and each one even if others raise.
             steps.callback(self._close_memory)
+            if self.old is not None:
+                steps.callback(self.old.processes.stop)
             if state.disk is not None:
                 steps.callback(state.disk.stop)
             if service.reclaimer is not None:

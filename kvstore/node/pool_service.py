@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
@@ -15,7 +16,6 @@ from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import (
     MAX_BLOCK_BYTES,
     MAX_NAMESPACES,
-    MAX_SLOTS,
     MAX_TTL_S,
     MIN_BLOCK_BYTES,
     check_count,
@@ -27,8 +27,10 @@ from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreDraining, StoreUnavailable
 from kvstore.memory.presence import PresenceTable
+from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES, divided
 from kvstore.node.traffic import Traffic
 from kvstore.pool.eviction.make import make_policy
+from kvstore.pool.handover.image import PoolImage
 from kvstore.pool.pool import Pool
 from kvstore.pool.reclaim import Reclaimer
 from kvstore.remote.versions import NamespaceVersions
@@ -37,8 +39,6 @@ from kvstore.runtime import clock
 logger = logging.getLogger(__name__)
 
 FOREVER_S = float("inf")
-#: Slots begin at multiples of this, so that copies in machine words are always aligned.
-SLOT_ALIGNMENT_BYTES = 64
 
 
 class PoolService:
@@ -124,21 +124,19 @@ class PoolService:
             self.block_bytes[namespace] = block_bytes
         return {"slot_bytes": self.slot_bytes, "num_slots": self.current.num_slots}
 
-    def _divide(self, block_bytes: int) -> None:
-        config = self._config
-        alignment = SLOT_ALIGNMENT_BYTES if self._disk is None else PAGE_BYTES  # The disk moves whole pages of slots.
-        slot_bytes = -(-block_bytes // alignment) * alignment
-        num_slots = config.capacity_bytes // slot_bytes
-        if num_slots < 2:
-            raise ConfigError(
-                f"wanted room for at least 2 blocks of {slot_bytes} bytes, got a capacity of "
-                f"{config.capacity_bytes}; raise capacity="
-            )
-        if num_slots > MAX_SLOTS:
-            raise ConfigError(
-                f"wanted at most {MAX_SLOTS} slots, got room for {num_slots} of {slot_bytes} bytes in "
-                f"{config.capacity_bytes}; give block_bytes= the size of the largest block, or lower capacity="
-            )
+    def adopt(self, slot_bytes: int, block_bytes: Mapping[bytes, int], image: PoolImage) -> None:
+        """Divide the arena as the store's last life did, and take over its blocks, before any namespace attaches.
+
+        Raises:
+            ConfigError, InvalidRequest, ProtocolError: it cannot be; there are no slots then.
+        """
+        with self._attach_lock:
+            self.block_bytes.update(block_bytes)
+            self._divide(slot_bytes, image)
+
+    def _divide(self, block_bytes: int, image: PoolImage | None = None) -> None:
+        config, alignment = self._config, SLOT_ALIGNMENT_BYTES if self._disk is None else PAGE_BYTES
+        slot_bytes, num_slots = divided(config.capacity_bytes, block_bytes, alignment)
         max_pinned = max(1, int(num_slots * config.max_pinned_fraction))
         pool = Pool(
             num_slots,
@@ -152,6 +150,8 @@ class PoolService:
             eviction=make_policy(config.eviction, num_slots),
             has_roots=config.num_directory_shards > 1,
         )
+        if image is not None:
+            pool.adopt(image)
         self.slot_bytes = slot_bytes
         if any(config.watermarks):
             self.reclaimer = Reclaimer(pool, *config.watermarks, self._disk if config.disk_write == "back" else None)
@@ -315,8 +315,7 @@ class PoolService:
         self.current.sweep_all()
         if self._disk is not None and not self._disk.wait_saved(self._config.disk_timeout_s):
             logger.warning("namespace %s is cleared, but the disk does not keep that yet", namespace.hex()[:12])
-        assert cleared is not None, "every version that is noted is above 0"
-        return cleared
+        return cleared or 0  # Never None: every version that is noted is above 0.
 
     def hear_clearing(self, namespace: bytes, version: int) -> None:
         """Clear, because another process knows a later version; do nothing if `version` is known here.
@@ -325,8 +324,9 @@ class PoolService:
             InvalidRequest: `version` is far ahead of the one known here; nothing changed.
         """
         # The control thread sweeps the slots later, in steps: this may be that thread, and a full sweep takes long.
-        if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)) is not None:
-            self._wake()
+        with suppress(StoreUnavailable):  # The memory was handed over: the next life hears of it.
+            if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)) is not None:
+                self._wake()
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
         def clear_disk() -> bool:

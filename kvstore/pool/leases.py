@@ -182,6 +182,13 @@ class LeaseTable(OwnedTable[_Lease]):
         lease.deadline_s = max(lease.deadline_s, deadline_s)
         return Grant(lease_id, more.slots.packed, more.generations, num_refused, self._epoch)
 
+    def adopt(self, slots: list[int], owner: str, deadline_s: float) -> None:
+        """Lease readable blocks to a reader of the pool's last life; this is no touch, and beyond all budgets."""
+        listed = SlotList.of(slots)
+        self._table.columns.pin(listed)
+        lives = self._table.columns.lives(listed)
+        self.add(self.new_id(), _Lease(owner, deadline_s, PinKind.LEASE, listed, lives, 0))
+
     def renew(self, lease_id: int, owner: str, deadline_s: float) -> bool:
         """Move a lease's deadline later, never earlier; False when `owner` does not hold it."""
         if (lease := self.of(lease_id, owner)) is None:

@@ -20,12 +20,15 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, HeldBlock, PinKind, PoolStats, StoreTicket, Victims
 from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import MAX_PARTS, check_count
-from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
+from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket, StoreUnavailable
 from kvstore.memory.clears import ClearCounts
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.events.log import RootedChange
 from kvstore.pool.events.roots import RootKeys
 from kvstore.pool.eviction.policy import EvictionPolicy
+from kvstore.pool.handover.adoption import adopt
+from kvstore.pool.handover.export import export
+from kvstore.pool.handover.image import PoolImage
 from kvstore.pool.leases import LeaseTable
 from kvstore.pool.slot_checks import check_slots
 from kvstore.pool.slots import SlotTable
@@ -88,7 +91,7 @@ class Pool:
             raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
-        self._yield = yield_point
+        self._yield, self.is_frozen = yield_point, False
         self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots)
         self.watches = WatchTable(self.table.index)
         self.swept_at_once = _SWEPT_AT_ONCE
@@ -140,6 +143,7 @@ class Pool:
         """
         _check_deadline(deadline_s)
         with self._step("pin_prefix"):
+            self._check_lives()
             if lease_id:
                 return self.leases.grow(lease_id, chain, owner, deadline_s, retention)
             return self.leases.pin(chain, owner, deadline_s, PinKind.LEASE, retention)
@@ -155,6 +159,7 @@ class Pool:
         """
         _check_deadline(deadline_s)
         with self._step("pin"):
+            self._check_lives()
             grant = self.leases.pin(chain, owner, deadline_s, kind)
             if grant.packed_slots:
                 return grant
@@ -232,6 +237,7 @@ class Pool:
         """Move a lease's deadline later, never earlier; False when `owner` does not hold it in this epoch."""
         _check_deadline(deadline_s)
         with self._step("renew"):
+            self._check_lives()
             return epoch in (None, self.epoch) and self.leases.renew(lease_id, owner, deadline_s)
 
     def release(self, lease_id: int, owner: str, *, epoch: bytes | None = None) -> bool:
@@ -300,6 +306,7 @@ class Pool:
             retention=retention,
         )  # fmt: skip
         with self._step("prepare_store"):
+            self._check_lives()
             if num_clears is not None and num_clears != self._clears.get(chain.namespace):
                 # The writer's blocks are from before the last clearing.
                 return StoreTicket(write_id=0, num_clears=self._clears.get(chain.namespace), epoch=self.epoch)
@@ -324,6 +331,7 @@ class Pool:
             raise InvalidRequest(f"num_blocks: wanted at least 1, got {num_blocks}")
         _check_deadline(deadline_s)
         with self._step("reserve"):
+            self._check_lives()
             terms = WriteTerms(owner=owner, deadline_s=deadline_s)
             return self.writes.reserve(num_blocks, terms, may_evict=may_evict)
 
@@ -354,6 +362,7 @@ class Pool:
             InvalidRequest: `count` was given for a write of several parts; nothing changed.
         """
         with self._step("complete_store"):
+            self._check_lives()
             write = self.writes.find(write_id, owner, epoch, generations)
             num_published = 0 if write is None else self.writes.complete(write_id, write, count)
             calls = self.watches.take_calls()
@@ -483,6 +492,7 @@ class Pool:
             The number of these blocks; None when `is_news` was False.
         """
         with self._step("clear"):
+            self._check_lives()
             if not is_news():
                 return None
             self._clears.add(namespace)
@@ -510,6 +520,41 @@ class Pool:
         """Return how often a namespace, or another one that shares its counter, was cleared here."""
         with self._lock:
             return self._clears.get(namespace)
+
+    # Another life of the store.
+
+    def freeze(self) -> PoolImage:
+        """Give up the slots, for a pool of the store's next life that has the same memory; return what it has to know.
+
+        From this step on nothing is granted, renewed, published or cleared here, and none of that can be undone: such
+        calls raise StoreUnavailable. Readers and writers that have slots go on; the image says which.
+
+        Raises:
+            StoreUnavailable: it was frozen before.
+        """
+        with self._step("freeze"):
+            self._check_lives()
+            self.is_frozen = True
+            return export(self.table, self.leases, self.writes)
+
+    def adopt(self, image: PoolImage) -> int:
+        """Take over the blocks of the last life's pool, which was frozen; return how many.
+
+        This pool has the same memory and was never used. Slots to which writers of the last life may still write have
+        the owners `OLD_WRITER` plus their number in the image: call `release_owner` when they are gone. Blocks that
+        readers of it may still read are leased until those leases end.
+
+        Raises:
+            ProtocolError: the image contradicts itself; nothing changed.
+            InvalidRequest: this pool was used, or has fewer slots; nothing changed.
+        """
+        image.check()
+        with self._step("adopt"):
+            return adopt(self.table, self.leases, self.writes, image)
+
+    def _check_lives(self) -> None:
+        if self.is_frozen:
+            raise StoreUnavailable("this life of the node store has ended, and the next one begins; make a new client")
 
     # Inspection.
 

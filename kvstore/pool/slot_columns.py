@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Collection, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.blocks.indexes import ints_in
 from kvstore.pool.slot_lists import SlotList
@@ -61,6 +62,15 @@ class SlotColumns:
         taken = free[: -wanted - 1 : -1]
         del free[len(free) - len(taken) :]
         return taken
+
+    def take(self, slots: Collection[int]) -> None:
+        """Take these free slots."""
+        taken = set(slots)
+        self.free = [slot for slot in self.free if slot not in taken]
+
+    def continue_generations(self, generations: npt.NDArray[np.uint32]) -> None:
+        """Go on from the generations of the pool's last life, which had the first slots of these."""
+        self._generations[: len(generations)] = generations
 
     def begin_writing(self, slots: SlotList) -> None:
         """Begin a new generation of slots without holders; they count as being written."""

@@ -80,6 +80,13 @@ class SlotTable:
             self.index.forget(run.whole)
         return run
 
+    def begin_anonymous(self, slots: list[int]) -> SlotList:
+        """Have taken slots count as being written, for blocks without names, as `claim_anonymous` does."""
+        listed = SlotList.of(slots)
+        self.columns.begin_writing(listed)
+        self.columns.aborted.update(slots)
+        return listed
+
     def num_obtainable(self, wanted: int, *, may_evict: bool) -> int:
         """Return how many slots, at most `wanted`, a claim would get. Evicts nothing, but may sweep."""
         columns, most = self.columns, min(wanted, self.num_slots)

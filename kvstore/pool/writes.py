@@ -181,6 +181,12 @@ class WriteTable(OwnedTable[_Write]):
             epoch=self._epoch,
         )
 
+    def adopt(self, slots: list[int], owner: str) -> None:
+        """Note that a writer of the pool's last life may still write to slots, which were taken for it."""
+        listed, terms = self._table.begin_anonymous(slots), WriteTerms(owner=owner)
+        lives = self._table.columns.lives(listed)
+        self.add(self.new_id(), _Write(terms, [], slots, lives, NO_SLOTS, 0, [], NOTHING))
+
     def _claim(
         self, chain: BlockHashes, hashes: list[bytes], found: list[int | None], terms: WriteTerms
     ) -> tuple[Sequence[int], int]:

@@ -106,6 +106,11 @@ class ControlServer:
         """Close all connections and end the thread; may be called again."""
         self.loop.stop(timeout_s)
 
+    def end(self, timeout_s: float) -> bool:
+        """Stop, and return whether the thread has ended, so that no message is served any more."""
+        self.stop(timeout_s)
+        return self.loop.has_ended
+
     def _wants_ticks(self) -> bool:
         has_own = len(self.strangers) > 0 or len(self.unread) > 0 or self.acceptor.is_paused
         return has_own or self._is_tick_wanted()

@@ -63,6 +63,11 @@ class ControlLoop:
         """How often a call on this thread raised an unexpected error."""
         return self._polls.num_failures + self._calls.num_failures + self._ticks.num_failures
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended, and calls nothing any more."""
+        return self._has_ended
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

@@ -29,6 +29,11 @@ class RootColumn:
         """Return the root key of one slot; 0 if it is not known."""
         return 0 if self._keys is None else int(self._keys[slot])
 
+    def restore(self, slots: Collection[int], keys: RootKeys) -> None:
+        """Note the root keys of slots' blocks as the pool's last life knew them."""
+        if self._keys is not None:
+            self._keys[np.fromiter(slots, np.int64, len(slots))] = keys
+
     def claimed(
         self,
         index: slice | npt.NDArray[np.signedinteger],

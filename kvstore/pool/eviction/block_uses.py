@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.pool.eviction.ghosts import NONE, GhostTable, Rows, keys_of
 from kvstore.pool.slot_lists import SlotList
@@ -36,6 +37,10 @@ class BlockUses:
         """Return the rows of slots."""
         # A copy, because callers keep it. A slice alone would be a view of what changes with the next eviction.
         return self._row_of[slots.index].copy()
+
+    def rows_at(self, slots: npt.NDArray[np.intp]) -> Rows:
+        """Return the rows of slots that are given as an index."""
+        return self._row_of[slots]
 
     def claimed(self, slots: SlotList, hashes: Sequence[bytes]) -> Rows:
         """Give slots, which have no block, the rows of these blocks; return them. A ghost keeps what is known of it."""

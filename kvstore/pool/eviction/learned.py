@@ -20,6 +20,7 @@ from kvstore.blocks.indexes import ints_in
 from kvstore.pool.eviction.ages import AgeQueues
 from kvstore.pool.eviction.block_uses import BlockUses
 from kvstore.pool.eviction.ghosts import Rows
+from kvstore.pool.eviction.policy import History
 from kvstore.pool.eviction.reuse import EDGES_S, NUM_BUCKETS, NUM_CLASSES, ReuseCounts, bucket_of
 from kvstore.pool.eviction.touch_log import TouchLog
 from kvstore.pool.slot_lists import SlotList
@@ -184,6 +185,25 @@ class LearnedReuse:
                 if (hazard, touched) < least:
                     least, chosen = (hazard, touched), log
         return chosen
+
+    def history(self, slots: npt.NDArray[np.intp]) -> History:
+        """Return the uses of blocks, and when each was used and touched last."""
+        rows = self.blocks.rows_at(slots)
+        return self.blocks.uses[rows], self.blocks.times_s[rows], self._times_s[slots]
+
+    def recall_uses(self, slots: SlotList, uses: npt.NDArray[np.uint8]) -> None:
+        """Take over the uses of blocks; the touch that follows puts each into the log of its class."""
+        self.blocks.uses[self.blocks.rows_of(slots)] = np.maximum(uses, 1)
+
+    def recall_times(
+        self, slots: SlotList, used_s: npt.NDArray[np.float64], touched_s: npt.NDArray[np.float64]
+    ) -> None:
+        """Take over the times of blocks as far as they are known. Of their ages until now nothing is counted."""
+        rows, is_known = self.blocks.rows_of(slots), np.isfinite(used_s) & np.isfinite(touched_s)
+        times_s, now_s = self._times_s[slots.index], self._now_s()
+        times_s = np.where(is_known, np.minimum(touched_s, now_s), times_s)
+        self._times_s[slots.index] = times_s
+        self.blocks.times_s[rows[is_known]] = np.minimum(used_s[is_known], now_s)
 
     def check(self, evictable: set[int]) -> None:
         """Assert that every evictable slot has a place, and that logs and blocks are consistent."""

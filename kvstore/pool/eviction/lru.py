@@ -6,8 +6,10 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.blocks.indexes import ints_in
+from kvstore.pool.eviction.policy import History
 from kvstore.pool.eviction.touch_log import TouchLog
 from kvstore.pool.slot_lists import SlotList
 
@@ -58,6 +60,18 @@ class LeastRecentlyUsed:
                 return
             log.pop()
             yield slot
+
+    def history(self, slots: npt.NDArray[np.intp]) -> History:
+        """Return that nothing but the order of touches is known."""
+        return np.zeros(len(slots), np.uint8), np.full(len(slots), -np.inf), np.full(len(slots), -np.inf)
+
+    def recall_uses(self, slots: SlotList, uses: npt.NDArray[np.uint8]) -> None:
+        """Do nothing: only the order of touches counts."""
+
+    def recall_times(
+        self, slots: SlotList, used_s: npt.NDArray[np.float64], touched_s: npt.NDArray[np.float64]
+    ) -> None:
+        """Do nothing: only the order of touches counts."""
 
     def check(self, evictable: set[int]) -> None:
         """Assert that every evictable slot has a place, and that the log is consistent."""

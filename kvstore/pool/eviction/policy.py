@@ -6,7 +6,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.pool.slot_lists import SlotList
+
+#: Of slots: how often each block was used, 0 where that is not known; when last; when it was touched last.
+History = tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64], npt.NDArray[np.float64]]
 
 
 class EvictionPolicy(Protocol):
@@ -54,6 +60,17 @@ class EvictionPolicy(Protocol):
         An offered slot loses its place, until `released` or `touched` names it. If none is left, a later call has those
         that were named since.
         """
+
+    def history(self, slots: npt.NDArray[np.intp]) -> History:
+        """Return what is known of the blocks of slots, for the policy of another life."""
+
+    def recall_uses(self, slots: SlotList, uses: npt.NDArray[np.uint8]) -> None:
+        """Take over the uses of blocks that another life had, between their `claimed` and the first `touched`."""
+
+    def recall_times(
+        self, slots: SlotList, used_s: npt.NDArray[np.float64], touched_s: npt.NDArray[np.float64]
+    ) -> None:
+        """Take over when these blocks were used and touched last, after `recall_uses` and `touched`."""
 
     def check(self, evictable: set[int]) -> None:
         """Assert that all these slots would come up as victims; for tests."""

@@ -56,6 +56,10 @@ class PriorityOrder:
         """Slots with a soft pin, and the number of soft pins of each."""
         return self._soft.counts
 
+    def terms_of(self, slots: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
+        """Return the priority of slots, and when each ends; for a NORMAL one that time means nothing."""
+        return self._priorities[slots], self._untils_s[slots]
+
     def is_low(self, slot: int) -> bool:
         """Return whether a slot's block is LOW now."""
         return self._priority[slot] == _LOW and self._until_s[slot] > self._now_s()

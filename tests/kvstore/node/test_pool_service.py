@@ -359,7 +359,7 @@ def test_a_namespace_has_32_bytes(core, namespace):
 
 
 def test_an_arena_of_too_many_slots_is_refused(cluster, monkeypatch):
-    monkeypatch.setattr("kvstore.node.pool_service.MAX_SLOTS", 100)
+    monkeypatch.setattr("kvstore.memory.slot_layout.MAX_SLOTS", 100)
     core = cluster.add("fresh", mover=False)
     with pytest.raises(ConfigError, match="block_bytes="):
         core.state.pool_service.attach(b"n" * 32, 1024)

@@ -8,7 +8,10 @@ from poolcheck.mutations_clearing import CLEARINGS
 from poolcheck.mutations_entry import ENTRY
 from poolcheck.mutations_eviction import EVICTION_POLICIES
 from poolcheck.mutations_handoffs import HANDOFFS
+from poolcheck.mutations_handover import HANDOVER
 from poolcheck.mutations_holders import HOLDERS
 from poolcheck.mutations_priorities import PRIORITY_ORDER
 
-MUTANTS: tuple[Mutant, ...] = (*BLOCKS, *HOLDERS, *CLEARINGS, *ENTRY, *HANDOFFS, *EVICTION_POLICIES, *PRIORITY_ORDER)
+MUTANTS: tuple[Mutant, ...] = (
+    *BLOCKS, *HOLDERS, *CLEARINGS, *ENTRY, *HANDOFFS, *HANDOVER, *EVICTION_POLICIES, *PRIORITY_ORDER,
+)  # fmt: skip

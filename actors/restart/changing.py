@@ -1,0 +1,126 @@
+"""Change the settings of a running store: check them, and have a supervisor that makes stores with them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from kvstore.actors.calls import actor_name, call, find_actor, ray_failures
+from kvstore.actors.finding import alive_nodes, make_actor, node_stores
+from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
+from kvstore.bounds import parse_bytes
+from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, StoreUnavailable
+
+_CALL_S = 10.0
+#: How long the old supervisor may take to end, and the new one to begin.
+_REPLACED_WITHIN_S = 60.0
+_SIZES = {"capacity": "capacity_bytes", "disk_capacity": "disk_capacity_bytes"}
+
+
+def changed(config: StoreConfig, changes: Mapping[str, Any]) -> StoreConfig:
+    """Return settings with some changed, given as for `kvstore.start`.
+
+    Raises:
+        ConfigError: a setting is unknown, cannot work or cannot be changed.
+    """
+    wanted = {
+        _SIZES.get(name, name): parse_bytes(value) if name in _SIZES else value for name, value in changes.items()
+    }
+    StoreConfig.check_names(wanted)
+    if wanted.get("name", config.name) != config.name:
+        raise ConfigError(f"name: wanted {config.name!r}, which a restart keeps, got {wanted['name']!r}; start another")
+    shards = wanted.get("num_directory_shards", config.num_directory_shards)
+    if shards != config.num_directory_shards:
+        raise ConfigError(
+            f"num_directory_shards: wanted {config.num_directory_shards}, which a restart keeps, got {shards}; stop "
+            "the store and start it again"
+        )
+    return StoreConfig(**{**asdict(config), **wanted})
+
+
+def check_room(config: StoreConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
+    """Check that the nodes have the Ray memory that these settings want.
+
+    Raises:
+        ConfigError: some have not.
+    """
+    too_small = {node: int(has.get("memory", 0)) for node, has in nodes.items()}
+    too_small = {node: room for node, room in too_small.items() if room < config.capacity_bytes}
+    if too_small:
+        raise ConfigError(
+            f"wanted {config.capacity_bytes} bytes on every node, got nodes with less Ray memory: {too_small}; lower "
+            "capacity="
+        )
+
+
+def _running(name: str, path: str) -> tuple[Any, dict[str, Any]]:
+    """Return the supervisor and what it says of its store; without one, None and what a node's store says.
+
+    A restart that was killed may have left none.
+
+    Raises:
+        StoreNotRunning: there is no node's store either.
+    """
+    try:
+        supervisor = find_actor(path)
+        return supervisor, call("supervisor", supervisor.config, timeout_s=_CALL_S)
+    except StoreNotRunning:
+        for handle in node_stores(name).values():
+            settings = call("store", handle.settings, timeout_s=_CALL_S)
+            return None, {"config": settings, "protocol": PROTOCOL_VERSION, "starter": ""}
+        raise
+
+
+def replace_supervisor(name: str, changes: Mapping[str, Any]) -> tuple[Any, StoreConfig]:
+    """End a store's supervisor and make another one, with changed settings and this version of raykv.
+
+    Stores with the old settings serve on; the new supervisor names them under problems, and leaves them alone.
+
+    Returns:
+        Its handle, and the settings.
+
+    Raises:
+        StoreNotRunning: there is no such store; nothing changed.
+        ConfigError: a setting cannot work, or the store speaks another protocol; nothing changed.
+        StoreUnavailable, TransferError: the new one cannot be made, or the old one does not answer.
+    """
+    path = actor_name(name, "supervisor")
+    old, said = _running(name, path)
+    if said["protocol"] != PROTOCOL_VERSION:
+        # Its directory, which alone knows all clearings, could not be asked by new stores.
+        raise IncompatibleStore(
+            f"wanted a store of protocol {PROTOCOL_VERSION}, as this raykv speaks, got one of {said['protocol']}; stop "
+            "it with `kvstore stop`, and start it again"
+        )
+    config = changed(StoreConfig.from_json(said["config"]), changes)
+    check_room(config, alive_nodes())
+    if old is not None:
+        with contextlib.suppress(KVStoreError):
+            call("supervisor", old.stop, timeout_s=_CALL_S)
+        with ray_failures("supervisor"):
+            ray.kill(old)
+    deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"])
+    while True:
+        try:
+            made = make_actor(path, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
+            # Ray names the old one a moment longer. `have`: no call of `start` that fails may end this store.
+            if old is None or made._actor_id != old._actor_id:
+                begun = call("supervisor", made.have, "", timeout_s=_CALL_S)
+                break
+        except (StoreNotRunning, StoreUnavailable):
+            raise
+        except KVStoreError:
+            if time.monotonic() > deadline_s:
+                raise
+        if time.monotonic() > deadline_s:
+            raise StoreUnavailable(f"the supervisor of store {name!r} does not end; `kvstore stop` ends the store")
+        time.sleep(0.1)
+    if text := config.differences(StoreConfig.from_json(begun["config"])):
+        raise StoreUnavailable(f"another call changes the settings of store {name!r}, too ({text}); try again")
+    return made, config

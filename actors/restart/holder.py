@@ -1,0 +1,40 @@
+"""Hold a node's memory between two of its stores, as a Ray actor: it ends with the store, or by itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from kvstore.node.handover.holder import Holder as HolderLoop
+from kvstore.node.handover.transfer import handover_path
+
+#: After the memory was taken, the caller of the restart ends the actor; if that is gone, it ends itself.
+_GRACE_S = 20.0
+
+
+class Holder:
+    """Facade of kvstore.node.handover.holder.Holder.
+
+    Args:
+        name: of the store.
+        node_id: of the node that it runs on.
+        keep_s: how long it holds the memory if no store takes it.
+    """
+
+    def __init__(self, name: str, node_id: str, keep_s: float) -> None:
+        # The path is of this process's environment, as that of the stores here.
+        self._path = handover_path(name, node_id)
+        self._holder, self._keep_s = HolderLoop(self._path), keep_s
+        threading.Thread(target=self._run, name="raykv-holder", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._holder.run(self._keep_s)
+            time.sleep(_GRACE_S)
+        finally:
+            os._exit(0)
+
+    def path(self) -> str:
+        """Return where it listens."""
+        return self._path

@@ -1,0 +1,208 @@
+"""Give up a node store's memory for its next life: end the grants, and send what the next one has to know."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.blocks.indexes import pack_ints
+from kvstore.errors import ConfigError, StoreUnavailable
+from kvstore.handoff.table import HandoffTable
+from kvstore.node.core import NodeCore
+from kvstore.node.handover.message import Held, Message, pack_blocks, samples_of, seal
+from kvstore.node.handover.processes import pid_of
+from kvstore.node.handover.transfer import GIVE, HAVE, MOST_DESCRIPTORS, Parcel, connect, receive, send
+from kvstore.pool.handover.adoption import OLD_WRITER
+from kvstore.pool.handover.image import OldWriters, PoolImage
+from kvstore.rpc.connection import Role
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+#: An owner of slots, and a time before which they are not used again, even if it has no process.
+User = tuple[str, float]
+
+_HOLDER_S, _SERVER_S = 5.0, 5.0
+#: Beginnings of the owners' names of workers, whose processes write to slots by themselves; a worker over Ray has a
+#: deadline. All other owners are parts of the store: the store's process or its mover's writes.
+_WORKERS, _OVER_RAY = ("client-", "local-"), "ray:"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What an old store gave.
+
+    Args:
+        num_blocks: readable blocks.
+        num_held_slots: slots that processes may still use.
+    """
+
+    num_blocks: int
+    num_held_slots: int
+
+
+def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
+    """Give a node store's memory to the holder at `path`. The store serves nobody any more when this returns.
+
+    Waits at most `wait_s` for leases, writes and hand-offs to end. Slots that are still used then are named.
+
+    Raises:
+        StoreUnavailable: nobody holds there, or no namespace has attached; the store serves on.
+        KVStoreError, OSError: the memory was not given, and the store must end: it serves nobody.
+    """
+    if not core.state.pool_service.is_attached:
+        raise StoreUnavailable("wanted a store with slots, got one to which no namespace has attached")
+    with connect(path, _HOLDER_S) as sock:
+        core.drain(wait_s)
+        with contextlib.closing(_Processes(core)) as processes:
+            # No way back from here. Nobody may claim or keep anything between the image and what is told beside it.
+            if not core.control.server.end(_SERVER_S):
+                raise StoreUnavailable("the thread that serves this store's sockets does not end")
+            image = core.pool.freeze()
+            message = _written(seal(_message(core, image, processes)))
+            try:
+                send(sock, GIVE, Parcel(core.state.arena.fd, message, tuple(processes.pidfds)))
+                word, _ = receive(sock)
+            finally:
+                os.close(message)
+        if word != HAVE:
+            raise StoreUnavailable(f"the holder did not take the memory, it said {word!r}")
+    num_held = sum(len(held.slots) for held in image.writers)
+    logger.info("node %s gave %d blocks to its next store", core.state.node_id, len(image.blocks))
+    return Given(len(image.blocks), num_held)
+
+
+def _message(core: NodeCore, image: PoolImage, processes: _Processes) -> Message:
+    state, service = core.state, core.state.pool_service
+    sizes = [service.block_bytes[namespace] for namespace in image.namespaces]
+    users, own_until_s = handoff_users(core.control.handoffs.table), clock.now_s() + state.config.lease_ttl_s
+    return Message(
+        store=state.config.name, node=state.node_id, epoch=state.epoch, capacity_bytes=state.arena.num_bytes,
+        slot_bytes=service.slot_bytes, block_bytes=dict(service.block_bytes), versions=state.versions.since(0)[1],
+        clears=state.presence.clears.copy(), generations=image.generations.astype("<u4").tobytes(),
+        namespaces=image.namespaces, blocks=pack_blocks(image.blocks),
+        writers=tuple(processes.held(entry, users, own_until_s) for entry in image.writers),
+        readers=tuple(Held(entry.until_s, pack_ints(entry.slots)) for entry in image.readers),
+        samples=samples_of(image.blocks, sizes, service.slot_bytes, state.arena.memory),
+    )  # fmt: skip
+
+
+def _written(data: bytes) -> int:
+    """Return a sealed file of memory with these bytes."""
+    fd = os.memfd_create("raykv-handover", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class _Processes:
+    """The processes that may still use slots, by owner. The first is the store, the second its mover.
+
+    Made before the store's server ends, which closes the pidfds of its connections. The caller closes `pidfds`.
+
+    Raises:
+        ConfigError: the kernel cannot name the process of an owner, or there are too many.
+    """
+
+    def __init__(self, core: NodeCore) -> None:
+        self.pidfds = [os.pidfd_open(os.getpid())]
+        #: By process id.
+        self._places = {os.getpid(): 0}
+        self._of: dict[str, tuple[set[int], float]] = {}
+        try:
+            self._collect(core)
+            if len(self.pidfds) > MOST_DESCRIPTORS:
+                raise ConfigError(f"more than {MOST_DESCRIPTORS} processes are in the middle of writes")
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, core: NodeCore) -> None:
+        connections = list(core.control.server.connections)
+        mover = next((each for each in connections if each.role is Role.MOVER), None)
+        # Where there is no process besides the store, that is there twice.
+        if mover is None or self._add_pidfd(mover.pidfd, mover.pid) != 1:
+            self.pidfds.append(os.dup(self.pidfds[0]))
+        pool, handoffs = core.state.pool_service.current, core.control.handoffs
+        for connection in connections:
+            owner = connection.owner
+            if owner.startswith(_WORKERS) and (pool.holds(owner) or handoffs.holds(owner)):
+                places, _ = self._of.setdefault(owner, (set(), 0.0))
+                if connection.pidfd >= 0:
+                    places.add(self._add_pidfd(connection.pidfd, connection.pid))
+                elif not connection.ended and not any(c.owner == owner and c.pidfd >= 0 for c in connections):
+                    raise ConfigError(f"this kernel cannot name the process of {owner} (Linux 5.3 can)")
+        for use in () if core.old is None else core.old.processes.uses():
+            self._of[use.owner] = {self._add_pidfd(pidfd, 0) for pidfd in use.pidfds}, use.until_s
+
+    def close(self) -> None:
+        """Close all pidfds; call this once."""
+        for pidfd in self.pidfds:
+            os.close(pidfd)
+
+    def held(self, entry: OldWriters, users: Mapping[str, list[User]], own_until_s: float) -> Held:
+        """Return slots with the processes that have to end before these are used again.
+
+        Args:
+            entry: the slots, and their owners.
+            users: of slots of hand-offs.
+            own_until_s: end of what workers may read of the slots that the store itself fills.
+        """
+        until_s, places = entry.until_s, set[int]()
+        for owner in entry.owners:
+            for user, user_until_s in users.get(owner, [(owner, 0.0)]):
+                until_s = max(until_s, user_until_s)
+                if user.startswith((*_WORKERS, OLD_WRITER)):
+                    # A worker that held something and is not known is dead: the store forgets no other.
+                    theirs, their_until_s = self._of.get(user, (set(), 0.0))
+                    places |= theirs
+                    until_s = max(until_s, their_until_s)
+                elif user and not user.startswith(_OVER_RAY):
+                    places |= {0, 1}
+                    until_s = max(until_s, own_until_s)
+        places.discard(-1)
+        return Held(until_s, pack_ints(entry.slots), tuple(sorted(places)))
+
+    def _add_pidfd(self, pidfd: int, wanted_pid: int) -> int:
+        """Add a process unless it is there, and return its place; -1 if it is not `wanted_pid`, or has ended."""
+        try:
+            copy = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, 0)
+        except OSError:
+            return -1  # Closed just now by the thread that watches it, because the process has ended.
+        pid = pid_of(copy)
+        # Its number may be of another file by now. A process that cannot be seen from here (0) is never known.
+        if pid is None or pid < 0 or pid in self._places or (wanted_pid and pid != wanted_pid):
+            os.close(copy)
+            return -1 if pid is None else self._places.get(pid, -1)
+        self.pidfds.append(copy)
+        place = len(self.pidfds) - 1
+        if pid:
+            self._places[pid] = place
+        return place
+
+
+def handoff_users(table: HandoffTable) -> dict[str, list[User]]:
+    """Return, by owner of slots of hand-offs, (owner that may use them, until when); a reader only until that."""
+    users: dict[str, list[User]] = defaultdict(list)
+    for handoff in list(table.handoffs.values()):
+        if handoff.is_written:
+            users[handoff.write_owner].append((handoff.owner, 0.0))
+        until_s = handoff.claim_deadline_s if handoff.claim_id else 0.0
+        # A reader's claim ends by itself; one without an end is that of no reader.
+        users[handoff.write_owner].append(("", until_s if until_s < math.inf else 0.0))
+        if (move := table.moves.get(handoff.claim_id)) is not None:
+            users[move.owner] += [("!mover", 0.0), ("", until_s)]
+    return users

@@ -1,0 +1,124 @@
+"""Begin a node store with the memory of the store's last life."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvstore.config import StoreConfig
+from kvstore.errors import KVStoreError
+from kvstore.memory.arena import Arena
+from kvstore.node.handover.message import Message
+from kvstore.node.handover.processes import OldProcesses, OldUse
+from kvstore.node.state import NodeState
+from kvstore.pool.handover.adoption import OLD_WRITER
+from kvstore.pool.handover.image import PoolImage
+from kvstore.remote.versions import NamespaceVersions
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+#: How long a store with old blocks waits for the directory, which says what was cleared between the two lives.
+MEETS_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """How a node store began.
+
+    Args:
+        is_warm: whether it has the memory of the last life.
+        num_blocks: of that life, readable when it began.
+        num_held_slots: slots that old processes may still use.
+        why_cold: why it began empty; "" if it is warm, or if there was nothing to take over.
+    """
+
+    is_warm: bool = False
+    num_blocks: int = 0
+    num_held_slots: int = 0
+    why_cold: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return this as plain values."""
+        return asdict(self)
+
+
+class OldLife:
+    """The arena of a store's last life, which has ended, and what it said. Used by one `NodeCore`.
+
+    Args:
+        arena: mapped; the node core closes it.
+        message: of the last life.
+        image: of its pool, checked.
+        pidfds: of the processes that the message refers to; owned by this object.
+    """
+
+    def __init__(self, arena: Arena, message: Message, image: PoolImage, pidfds: tuple[int, ...]) -> None:
+        self.arena, self._message, self._image = arena, message, image
+        uses = [
+            OldUse(f"{OLD_WRITER}{number}", held.until_s, tuple(pidfds[at] for at in held.processes))
+            for number, held in enumerate(message.writers)
+        ]
+        self._state: NodeState | None = None
+        self.processes = OldProcesses(pidfds, uses, self._release)
+        self.beginning = Beginning()
+
+    def begin(self, state: NodeState) -> None:
+        """Take over the blocks, before anyone can reach the store, and then meet the directory.
+
+        What was cleared between the two lives is a miss. The directory knows it; if it does not answer, nothing is
+        kept.
+
+        Raises:
+            KVStoreError: the blocks cannot be taken over; this store must not go on with this arena.
+        """
+        self._adopt(state)
+        until_s = clock.now_s() + MEETS_WITHIN_S
+        state.hints.start(MEETS_WITHIN_S)
+        has_met = state.hints.has_met.wait(max(0.0, until_s - clock.now_s()))  # The first try may fail at once.
+        why, pool = "", state.pool_service.current
+        if not has_met:
+            why = "the directory did not answer, so a clearing in between may be unknown"
+            for namespace in self._message.block_bytes:
+                pool.clear(namespace)
+        stats = pool.stats()
+        num_held = sum(len(held.slots) for held in self._image.writers)
+        self.beginning = Beginning(not why, stats.num_idle + stats.num_pinned, num_held, why)
+        logger.info("node %s goes on with the memory of its last store: %s", state.node_id, self.beginning)
+        self.processes.start()
+
+    def _adopt(self, state: NodeState) -> None:
+        message, image, versions, service = self._message, self._image, state.versions, state.pool_service
+        self._state, theirs = state, NamespaceVersions()
+        theirs.hear_all(message.versions)
+        versions.hear_all(message.versions)
+        state.presence.clears.continue_from(message.clears)
+        service.adopt(message.slot_bytes, message.block_bytes, image)
+        for number, namespace in enumerate(message.namespaces):
+            if versions.get(namespace) != theirs.get(namespace):  # The disk knows a later clearing.
+                service.current.clear(namespace)
+            elif state.disk is not None:  # What the last life has not written yet.
+                state.disk.offer(namespace, image.blocks.slot[image.blocks.space == number].tolist(), "old-life")
+
+    def _release(self, owner: str) -> None:
+        assert self._state is not None, "released only after `settle`"
+        num_freed = self._state.pool_service.current.release_owner(owner)
+        logger.info("a worker of the old store is gone, and %d writes with it: its slots are free", num_freed)
+
+
+def check_is_of(message: Message, config: StoreConfig, node_id: str) -> None:
+    """Check that a message is of an earlier life of this node's store, and describes one arena.
+
+    Raises:
+        KVStoreError: it is not.
+    """
+    why = ""
+    if (message.store, message.node) != (config.name, node_id):
+        why = f"it is the memory of store {message.store!r} on node {message.node}"
+    elif len(message.generations) // 4 != message.capacity_bytes // max(message.slot_bytes, 1):
+        why = f"it has {len(message.generations) // 4} slots of {message.slot_bytes} bytes"
+    elif max(message.block_bytes.values(), default=0) > message.slot_bytes:
+        why = f"it has blocks of {max(message.block_bytes.values())} bytes in slots of {message.slot_bytes}"
+    if why:
+        raise KVStoreError(why)

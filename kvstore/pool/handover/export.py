@@ -1,0 +1,102 @@
+"""Make the image of a pool for its next life. No locking here: the pool holds its lock."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+
+from kvstore.blocks.grants import PinKind
+from kvstore.pool.handover.image import BlockColumns, OldReaders, OldWriters, PoolImage
+from kvstore.pool.leases import LeaseTable
+from kvstore.pool.slots import SlotTable
+from kvstore.pool.writes import WriteTable
+
+#: The owner of slots that a READ of the mover may still write to.
+MOVER = "!mover"
+
+
+def export(table: SlotTable, leases: LeaseTable, writes: WriteTable) -> PoolImage:
+    """Return the image of a pool. Nothing changes.
+
+    A slot that is neither readable nor named in `writers` of the image has no reader and no writer.
+    """
+    namespaces = tuple(name for name, space in table.index.spaces.items() if space.ready)
+    slots, spaces = list[int](), list[int]()
+    for number, name in enumerate(namespaces):
+        ready = table.index.spaces[name].ready.values()
+        slots += ready
+        spaces += [number] * len(ready)
+    readers = _readers(leases)
+    is_ready = set(slots)
+    return PoolImage(
+        generations=np.array(table.columns.generation, np.uint32),
+        namespaces=namespaces,
+        blocks=_blocks(table, slots, spaces),
+        writers=_writers(table, writes, {slot: until_s for slot, until_s in readers.items() if slot not in is_ready}),
+        readers=tuple(
+            OldReaders(until_s, np.array(read, np.int32))
+            for until_s, read in _by_time({slot: until_s for slot, until_s in readers.items() if slot in is_ready})
+        ),
+    )
+
+
+def _blocks(table: SlotTable, slots: list[int], spaces: list[int]) -> BlockColumns:
+    index, eviction = table.index, table.eviction
+    at = np.array(slots, np.intp)
+    # Those that are evicted next come first; blocks of one touch in the order of their chain.
+    touch, depth = np.frombuffer(eviction.stamp, np.int64)[at], np.frombuffer(index.depth, np.int64)[at]
+    order = np.lexsort((depth, np.array(spaces, np.int64), touch))
+    at, ordered = at[order], [slots[place] for place in order.tolist()]
+    priority, until_s = eviction.terms_of(at)
+    uses, used_s, touched_s = eviction.policy.history(at)
+    roots = index.roots.of(ordered)
+    return BlockColumns(
+        slot=at.astype(np.int32), space=np.array(spaces, np.int32)[order],
+        hashes=b"".join([index.block_hash[slot] for slot in ordered]),
+        parents=b"".join([index.parent[slot] for slot in ordered]),
+        depth=depth[order], touch=touch[order], priority=priority, until_s=until_s,
+        uses=uses, used_s=used_s, touched_s=touched_s,
+        roots=np.zeros(len(at), np.uint32) if roots is None else roots,
+    )  # fmt: skip
+
+
+def _readers(leases: LeaseTable) -> dict[int, float]:
+    """Return the slots that a lease lets someone read, each with the end of the last such lease.
+
+    A pin gives nobody a right to read, and what other tiers have pinned ends with their process.
+    """
+    until_s = dict[int, float]()
+    for lease in leases.held.values():
+        if lease.kind is PinKind.LEASE and not lease.is_lent:
+            for slot in lease.slots:
+                until_s[slot] = max(until_s.get(slot, -math.inf), lease.deadline_s)
+    return until_s
+
+
+def _writers(table: SlotTable, writes: WriteTable, read_until_s: dict[int, float]) -> tuple[OldWriters, ...]:
+    """Return the slots of unfinished writes, of abandoned READs, and of cleared blocks that are still read."""
+    owners: dict[int, set[str]] = defaultdict(set)
+    until_s = dict[int, float](read_until_s)
+    for slot in read_until_s:
+        owners[slot] = set()
+    for write in writes.held.values():
+        for slot in write.slots[write.num_done :]:
+            owners[slot].add(write.owner)
+            if write.terms.deadline_s < math.inf:
+                until_s[slot] = max(until_s.get(slot, -math.inf), write.terms.deadline_s)
+    for quarantined in table.columns.quarantined.values():
+        for slot in quarantined:
+            owners[slot].add(MOVER)
+    groups: dict[tuple[tuple[str, ...], float], list[int]] = defaultdict(list)
+    for slot, names in owners.items():
+        groups[tuple(sorted(names)), until_s.get(slot, 0.0)].append(slot)
+    return tuple(OldWriters(names, end_s, np.array(sorted(held), np.int32)) for (names, end_s), held in groups.items())
+
+
+def _by_time(until_s: dict[int, float]) -> list[tuple[float, list[int]]]:
+    groups: dict[float, list[int]] = defaultdict(list)
+    for slot, end_s in until_s.items():
+        groups[end_s].append(slot)
+    return [(end_s, sorted(slots)) for end_s, slots in groups.items()]

@@ -1,0 +1,120 @@
+"""A holder gives a store's memory to one process only, and to nobody before it has all of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+
+from kvstore.errors import ProtocolError, StoreUnavailable
+from kvstore.node.handover.holder import Holder
+from kvstore.node.handover.transfer import GIVE, HAVE, NOTHING, TAKE, Parcel, connect, receive, send
+
+
+@pytest.fixture
+def path(tmp_path_factory):
+    return f"{os.environ['RAYKV_SOCKET_DIR']}/held.hand"
+
+
+@pytest.fixture
+def holder(path):
+    made, results = Holder(path), []
+    thread = threading.Thread(target=lambda: results.append(made.run(20.0)), daemon=True)
+    thread.start()
+    made.ended = lambda: (thread.join(10.0), results)[1]
+    yield made
+    made.close()
+    thread.join(10.0)
+
+
+def memory_of(text):
+    fd = os.memfd_create("held", os.MFD_CLOEXEC)
+    os.write(fd, text)
+    return fd
+
+
+@pytest.fixture
+def parcel():
+    made = Parcel(memory_of(b"arena"), memory_of(b"message"), (os.pidfd_open(os.getpid()), os.pidfd_open(1)))
+    yield made
+    made.close()
+
+
+def ask(path, word, parcel=None):
+    with connect(path, 5.0) as sock:
+        send(sock, word, parcel)
+        return receive(sock)
+
+
+def num_open(kind):
+    return sum(
+        kind in os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    )
+
+
+def test_it_gives_what_it_got_once_and_keeps_nothing(path, holder, parcel):
+    assert ask(path, TAKE) == (NOTHING, None)
+    assert ask(path, GIVE, parcel) == (HAVE, None)
+    word, got = ask(path, TAKE)
+    assert word == HAVE
+    assert os.pread(got.arena, 99, 0) == b"arena"
+    assert os.pread(got.message, 99, 0) == b"message"
+    assert len(got.processes) == 2
+    assert not any(os.get_inheritable(fd) for fd in got.fds)
+    got.close()
+    assert holder.ended() == [True]
+    assert num_open("memfd:held") == 2  # The giver's own.
+    with pytest.raises(StoreUnavailable):
+        connect(path, 1.0)
+
+
+def test_a_second_giver_is_refused(path, holder, parcel):
+    assert ask(path, GIVE, parcel) == (HAVE, None)
+    assert ask(path, GIVE, parcel)[0] == NOTHING
+    ask(path, TAKE)[1].close()
+
+
+def test_a_process_that_dies_while_it_takes_leaves_nothing_for_the_next(path, holder, parcel):
+    ask(path, GIVE, parcel)
+    with connect(path, 5.0) as sock:
+        send(sock, TAKE)
+    assert holder.ended() == [True]
+    with pytest.raises(StoreUnavailable):
+        connect(path, 1.0)
+    assert num_open("memfd:held") == 2
+
+
+def test_a_giver_that_dies_before_it_has_given_leaves_nothing(path, holder):
+    connect(path, 5.0).close()
+    assert ask(path, TAKE) == (NOTHING, None)
+
+
+def test_too_few_descriptors_are_refused_and_closed(path, holder):
+    arena = memory_of(b"arena")
+    with connect(path, 5.0) as sock:
+        socket.send_fds(sock, [GIVE], [arena, arena])
+        assert sock.recv(16) == b""
+    os.close(arena)
+    assert ask(path, TAKE) == (NOTHING, None)
+    assert num_open("memfd:held") == 0
+
+
+def test_descriptors_that_are_no_parcel_are_closed_by_their_receiver():
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fd = memory_of(b"x")
+    with one, other:
+        socket.send_fds(one, [HAVE], [fd])
+        with pytest.raises(ProtocolError, match="1 descriptors"):
+            receive(other)
+    os.close(fd)
+    assert num_open("memfd:held") == 0
+
+
+def test_it_ends_by_itself(path, parcel):
+    made = Holder(path)
+    assert made.run(0.0) is False
+    assert not os.path.exists(path)

@@ -1,0 +1,85 @@
+"""Old processes: their end is noticed, and only then are their slots free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvstore.node.handover.processes import OldProcesses, OldUse, end, has_ended, pid_of
+from kvstore.runtime import clock
+
+
+@pytest.fixture
+def process():
+    made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    made.pidfd = os.pidfd_open(made.pid)
+    yield made
+    made.kill()
+    made.wait(10)
+
+
+def test_a_process_has_ended_when_it_is_killed_and_not_while_it_is_stopped(process):
+    assert not has_ended(process.pidfd)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert not has_ended(process.pidfd, 0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    assert has_ended(process.pidfd, 10.0)
+    os.close(process.pidfd)
+
+
+def test_one_that_does_not_end_is_killed(process):
+    os.kill(process.pid, signal.SIGSTOP)
+    assert end(process.pidfd, 0.1, 10.0)
+    assert process.wait(10) == -signal.SIGKILL
+    assert end(process.pidfd, 0.0, 0.0)
+    os.close(process.pidfd)
+
+
+def test_a_pidfd_tells_its_process_and_another_file_tells_none(process):
+    assert pid_of(process.pidfd) == process.pid
+    with open(os.devnull) as other:
+        assert pid_of(other.fileno()) is None
+    process.kill()
+    process.wait(10)
+    assert pid_of(process.pidfd) == -1
+    os.close(process.pidfd)
+    assert pid_of(process.pidfd) is None
+
+
+def test_slots_are_free_after_their_time_and_the_end_of_all_their_processes(process, wait_until):
+    released, now_s = [], clock.now_s()
+    own = os.pidfd_open(os.getpid())
+    uses = [
+        OldUse("over", 0.0, ()), OldUse("later", now_s + 1.5, ()), OldUse("process", 0.0, (process.pidfd,)),
+        OldUse("both", 0.0, (process.pidfd, own)),
+    ]  # fmt: skip
+    old = OldProcesses((process.pidfd, own), uses, released.append)
+    old.start()
+    wait_until(lambda: released == ["over"])
+    wait_until(lambda: released == ["over", "later"])
+    process.kill()
+    wait_until(lambda: released == ["over", "later", "process"])
+    assert [use.owner for use in old.uses()] == ["both"]
+    old.stop()
+    assert not old.thread.is_alive()
+    old.close()
+
+
+def test_a_release_that_fails_is_tried_again(wait_until):
+    failures = iter([RuntimeError("once")])
+
+    def release(owner):
+        for failure in failures:
+            raise failure
+
+    old = OldProcesses((), [OldUse("a", 0.0, ())], release)
+    began_s = time.monotonic()
+    old.start()
+    wait_until(lambda: not old.thread.is_alive())
+    assert old.uses() == []
+    assert time.monotonic() - began_s < 20
