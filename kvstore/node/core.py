@@ -144,10 +144,7 @@ class NodeCore:
         self.control = NodeControl(self.state, lambda: self.stats(), on_mover_gone)
         try:
             # Before a worker can reach this store: else it would store blocks that the first peer then makes it drop.
-            if old is None:
-                hints.start(_FIRST_CONTACT_S)
-            else:
-                old.begin(self.state)
+            hints.start(_FIRST_CONTACT_S) if old is None else old.begin(self.state)
             self.control.start(self.control_path, host)
         except BaseException:
             self.stop()  # It lets the disk's folder go.

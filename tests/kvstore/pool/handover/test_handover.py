@@ -127,6 +127,24 @@ def test_uses_and_times_are_taken_over_by_the_policy_that_learns():
         assert getattr(again, column).tolist() == getattr(image.blocks, column).tolist()
 
 
+@pytest.mark.parametrize(("had", "has"), [(True, True), (True, False), (False, True)])
+def test_root_keys_are_taken_over_where_both_lives_keep_them(had, has):
+    pool = Pool(NUM_SLOTS, presence=PresenceCounts(bytearray(16)), has_roots=had)
+    for number in (1, 2):
+        store(pool, chain(number, number + 10))
+    wanted = {own: 0 for own in pool.resident_hashes()} | (_root_keys(pool) if had and has else {})
+    made = Pool(NUM_SLOTS, presence=PresenceCounts(bytearray(16)), has_roots=has)
+    made.adopt(pool.freeze())
+    assert _root_keys(made) == (wanted if has else {})
+    assert len(set(wanted.values())) == (2 if had and has else 1)
+
+
+def _root_keys(pool):
+    """Return the root key of each block; none where they are not kept."""
+    rows = [(own, keys) for own, keys in pool.resident_rooted() if keys is not None]
+    return {block: int(key) for own, keys in rows for block, key in zip(own, keys, strict=True)}
+
+
 def test_a_frozen_pool_grants_publishes_and_clears_nothing():
     pool = Pool(NUM_SLOTS)
     store(pool, chain(1, 2))
