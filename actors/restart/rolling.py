@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _CALL_S = 10.0
 #: How long a holder may take to start, an old store to stop, and a new one to serve.
 _HOLDER_S, _STOPS_S, _SERVES_S = 60.0, 20.0, 120.0
-#: How long a holder keeps the memory for a new store.
+#: How long a holder keeps the memory for a new store, after the old one had its time to give it.
 _KEEP_S = 180.0
 _ROUND_EVERY_S = 1.0
 _COLD = "cold was asked for"
@@ -73,7 +73,7 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
         if old is None:
             why_cold = "the node had no store"
         elif not cold:
-            holder, where = _make_holder(name, node_id)
+            holder, where = _make_holder(name, node_id, wait_s)
             why_cold = _give(old, where, wait_s) if holder is not None else f"no process can hold the memory: {where}"
         before = _hopeless(supervisor, node_id)
         if old is not None:
@@ -88,10 +88,13 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
     return result
 
 
-def _make_holder(name: str, node_id: str) -> tuple[Any, str]:
+def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
     """Make a process on the node that holds its memory; return its handle and path, or None and why there is none."""
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    path, args = actor_name(name, "handover", f"{node_id}-{secrets.token_hex(3)}"), (name, node_id, _KEEP_S)
+    path, args = (
+        actor_name(name, "handover", f"{node_id}-{secrets.token_hex(3)}"),
+        (name, node_id, wait_s + _STOPS_S + _KEEP_S),
+    )
     try:
         holder = make_actor(path, Holder, {}, args, max_restarts=0, scheduling_strategy=here)
         return holder, str(call("holder", holder.path, timeout_s=_HOLDER_S))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvstore.blocks.indexes import pack_ints
 from kvstore.errors import ConfigError, StoreUnavailable
+from kvstore.handoff.fetcher import HandoffFetcher
 from kvstore.handoff.table import HandoffTable
 from kvstore.node.core import NodeCore
 from kvstore.node.handover.message import Held, Message, pack_blocks, samples_of, seal
@@ -53,35 +54,53 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
     Waits at most `wait_s` for leases, writes and hand-offs to end. Slots that are still used then are named.
 
     Raises:
-        StoreUnavailable: nobody holds there, or no namespace has attached; the store serves on.
+        StoreUnavailable: nobody holds there, no namespace has attached, or the node was put back while it was drained;
+            the store serves on.
         KVStoreError, OSError: the memory was not given, and the store must end: it serves nobody.
     """
     if not core.state.pool_service.is_attached:
         raise StoreUnavailable("wanted a store with slots, got one to which no namespace has attached")
-    with connect(path, _HOLDER_S) as sock:
-        core.drain(wait_s)
-        with contextlib.closing(_Processes(core)) as processes:
-            # No way back from here. Nobody may claim or keep anything between the image and what is told beside it.
-            if not core.control.server.end(_SERVER_S):
-                raise StoreUnavailable("the thread that serves this store's sockets does not end")
-            image = core.pool.freeze()
-            message = _written(seal(_message(core, image, processes)))
-            try:
+    connect(path, _HOLDER_S).close()  # Is it there? It waits for a packet only for seconds, the drain may take longer.
+    core.drain(wait_s)
+    # No way back from here. Nobody may claim or keep anything between the processes, the image and what is told beside.
+    _leave(core)
+    with contextlib.closing(_Processes(core)) as processes:
+        if not core.control.server.end(_SERVER_S):
+            raise StoreUnavailable("the thread that serves this store's sockets does not end")
+        image = core.pool.freeze()
+        message = _written(seal(_message(core, image, processes)))
+        try:
+            with connect(path, _HOLDER_S) as sock:
                 send(sock, GIVE, Parcel(core.state.arena.fd, message, tuple(processes.pidfds)))
                 word, _ = receive(sock)
-            finally:
-                os.close(message)
-        if word != HAVE:
-            raise StoreUnavailable(f"the holder did not take the memory, it said {word!r}")
+        finally:
+            os.close(message)
+    if word != HAVE:
+        raise StoreUnavailable(f"the holder did not take the memory, it said {word!r}")
     num_held = sum(len(held.slots) for held in image.writers)
     logger.info("node %s gave %d blocks to its next store", core.state.node_id, len(image.blocks))
     return Given(len(image.blocks), num_held)
 
 
+def _leave(core: NodeCore) -> None:
+    """Make the drain final: from now on the node cannot be put back, so no worker gets slots.
+
+    Raises:
+        StoreUnavailable: it was put back meanwhile, and serves on; or the store is being stopped.
+    """
+    service = core.state.pool_service
+    with core.draining:
+        service.check_running()
+        if not service.is_draining:
+            raise StoreUnavailable("wanted a drained node, got one that was put back meanwhile; restart it again")
+        service.is_ending = True
+
+
 def _message(core: NodeCore, image: PoolImage, processes: _Processes) -> Message:
     state, service = core.state, core.state.pool_service
     sizes = [service.block_bytes[namespace] for namespace in image.namespaces]
-    users, own_until_s = handoff_users(core.control.handoffs.table), clock.now_s() + state.config.lease_ttl_s
+    handoffs, own_until_s = core.control.handoffs, clock.now_s() + state.config.lease_ttl_s
+    users = handoff_users(handoffs.table, handoffs.fetcher)
     return Message(
         store=state.config.name, node=state.node_id, epoch=state.epoch, capacity_bytes=state.arena.num_bytes,
         slot_bytes=service.slot_bytes, block_bytes=dict(service.block_bytes), versions=state.versions.since(0)[1],
@@ -194,9 +213,12 @@ class _Processes:
         return place
 
 
-def handoff_users(table: HandoffTable) -> dict[str, list[User]]:
+def handoff_users(table: HandoffTable, fetcher: HandoffFetcher) -> dict[str, list[User]]:
     """Return, by owner of slots of hand-offs, (owner that may use them, until when); a reader only until that."""
     users: dict[str, list[User]] = defaultdict(list)
+    for slot_owner, client in fetcher.users():
+        # The client copies out of them until it says that it is done: it looks at no clock.
+        users[slot_owner] += [("!mover", 0.0), (client, 0.0)]
     for handoff in list(table.handoffs.values()):
         if handoff.is_written:
             users[handoff.write_owner].append((handoff.owner, 0.0))
