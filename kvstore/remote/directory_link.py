@@ -92,6 +92,9 @@ class Hints:
         self.ask_after_s = 0.0
         #: Set when the directory has answered for the first time: from then on this store knows what was cleared.
         self.has_met = threading.Event()
+        #: Names the life of the directory that answered last; b"" before that. Another life may know fewer clearings.
+        self.met = b""
+        self._life = b""
         self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
         self.thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
 
@@ -187,7 +190,7 @@ class Hints:
         if self.asker is not None and not self.asker.closed:
             with contextlib.suppress(PeerLost):
                 return self.asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
-        self.asker = self._connect()
+        self.asker = self._connect(self._resolve())
         return self.asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
 
     def is_alone(self) -> bool:
@@ -224,8 +227,8 @@ class Hints:
             if client is not None:
                 client.close()
 
-    def _connect(self) -> ControlClient:
-        return self._resolve().connect(Role.STORE, self._node_id, self._epoch, self._owner_key, self._timeout_s)
+    def _connect(self, address: PeerAddress) -> ControlClient:
+        return address.connect(Role.STORE, self._node_id, self._epoch, self._owner_key, self._timeout_s)
 
     def _run(self) -> None:
         guard = Guard(logger, "hints: a round of publishing")
@@ -268,7 +271,9 @@ class Hints:
         """Send a batch to the directory, and note the clearings in its answer. Return whether it answered."""
         try:
             if self._publisher is None or self._publisher.closed:
-                self._publisher, self._told = self._connect(), 0
+                address = self._resolve()
+                self._publisher, self._told = self._connect(address), 0
+                self._life = address.life
                 self._announcements.begin_connection()
             told, versions = self.versions.since(self._told)
             # Sent even when empty: this shows whether the directory was restarted.
@@ -284,6 +289,7 @@ class Hints:
             return False
         self._told = told
         self.versions.hear_all(news, self._clear)
+        self.met = self._life
         self.has_met.set()
         return True
 

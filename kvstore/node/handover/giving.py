@@ -8,12 +8,11 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks.indexes import pack_ints
 from kvstore.errors import ConfigError, StoreUnavailable
-from kvstore.handoff.fetcher import HandoffFetcher
 from kvstore.handoff.table import HandoffTable
 from kvstore.node.core import NodeCore
 from kvstore.node.handover.message import Held, Message, pack_blocks, samples_of, seal
@@ -67,8 +66,10 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
     with contextlib.closing(_Processes(core)) as processes:
         if not core.control.server.end(_SERVER_S):
             raise StoreUnavailable("the thread that serves this store's sockets does not end")
+        # Before the freeze: of a directory that is met later, this store may have refused a clearing.
+        directory = core.state.hints.met
         image = core.pool.freeze()
-        message = _written(seal(_message(core, image, processes)))
+        message = _written(seal(_message(core, image, processes, directory)))
         try:
             with connect(path, _HOLDER_S) as sock:
                 send(sock, GIVE, Parcel(core.state.arena.fd, message, tuple(processes.pidfds)))
@@ -96,15 +97,15 @@ def _leave(core: NodeCore) -> None:
         service.is_ending = True
 
 
-def _message(core: NodeCore, image: PoolImage, processes: _Processes) -> Message:
+def _message(core: NodeCore, image: PoolImage, processes: _Processes, directory: bytes) -> Message:
     state, service = core.state, core.state.pool_service
     sizes = [service.block_bytes[namespace] for namespace in image.namespaces]
     handoffs, own_until_s = core.control.handoffs, clock.now_s() + state.config.lease_ttl_s
-    users = handoff_users(handoffs.table, handoffs.fetcher)
+    users = handoff_users(handoffs.table, handoffs.fetcher.users())
     return Message(
         store=state.config.name, node=state.node_id, epoch=state.epoch, capacity_bytes=state.arena.num_bytes,
         slot_bytes=service.slot_bytes, block_bytes=dict(service.block_bytes), versions=state.versions.since(0)[1],
-        clears=state.presence.clears.copy(), generations=image.generations.astype("<u4").tobytes(),
+        directory=directory, clears=state.presence.clears.copy(), generations=image.generations.astype("<u4").tobytes(),
         namespaces=image.namespaces, blocks=pack_blocks(image.blocks),
         writers=tuple(processes.held(entry, users, own_until_s) for entry in image.writers),
         readers=tuple(Held(entry.until_s, pack_ints(entry.slots)) for entry in image.readers),
@@ -213,10 +214,15 @@ class _Processes:
         return place
 
 
-def handoff_users(table: HandoffTable, fetcher: HandoffFetcher) -> dict[str, list[User]]:
-    """Return, by owner of slots of hand-offs, (owner that may use them, until when); a reader only until that."""
+def handoff_users(table: HandoffTable, fetches: Sequence[tuple[str, str]] = ()) -> dict[str, list[User]]:
+    """Return, by owner of slots of hand-offs, (owner that may use them, until when); a reader only until that.
+
+    Args:
+        table: what is published here.
+        fetches: of each fetch, (owner of its slots, its client).
+    """
     users: dict[str, list[User]] = defaultdict(list)
-    for slot_owner, client in fetcher.users():
+    for slot_owner, client in fetches:
         # The client copies out of them until it says that it is done: it looks at no clock.
         users[slot_owner] += [("!mover", 0.0), (client, 0.0)]
     for handoff in list(table.handoffs.values()):

@@ -67,8 +67,8 @@ class OldLife:
     def begin(self, state: NodeState) -> None:
         """Take over the blocks, before anyone can reach the store, and then meet the directory.
 
-        What was cleared between the two lives is a miss. The directory knows it; if it does not answer, nothing is
-        kept.
+        What was cleared between the two lives is a miss. The directory knows it. If it does not answer, or is not the
+        one that the last life knew, nothing is kept.
 
         Raises:
             KVStoreError: the blocks cannot be taken over; this store must not go on with this arena.
@@ -80,6 +80,9 @@ class OldLife:
         why, pool = "", state.pool_service.current
         if not state.hints.has_met.is_set():
             why = "the directory did not answer, so a clearing in between may be unknown"
+        elif state.hints.met != self._message.directory:
+            why = "the directory was restarted meanwhile, so a clearing in between may be unknown"
+        if why:
             for namespace in self._message.block_bytes:
                 pool.clear(namespace)
         stats = pool.stats()

@@ -1,4 +1,4 @@
-"""What an old store says of its slots: all that workers may still use, however the giving goes."""
+"""Slots that an old store gives: all that workers may still use is named, however the giving goes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from inner_parts import parts_of
 from kvstore.errors import StoreUnavailable
 from kvstore.node.handover import giving, holder, processes, taking
 from kvstore.node.handover.transfer import handover_path
-from tests.kvstore.node.handover.test_next_life import NODE, SETTINGS, Lives, prepare
+from kvstore.remote.directory import DirectoryServer
+from tests.kvstore.node.handover.test_next_life import HOST, NODE, SETTINGS, Lives, prepare
 
 TTL_S = 1.1
 
@@ -110,3 +111,15 @@ def test_slots_of_a_fetch_wait_for_the_client_that_copies_out_of_them(cluster, m
     assert job.result(20).num_blocks == 8
     assert used.isdisjoint(slots)
     assert [target.block(20 + at) for at in range(8)] == [source.block(at) for at in range(8)]
+
+
+def test_after_a_restart_of_the_directory_which_may_have_forgotten_a_clearing_nothing_is_kept(cluster, lives):
+    hashes = cluster.hashes(4)
+    cluster.worker(NODE).save(hashes, range(4))
+    lives.give()
+    cluster.directory.versions.hear(cluster.space.digest, 1)  # As `Store.clear` does.
+    cluster.directory.stop()
+    cluster.directory = DirectoryServer(HOST, settle_s=0.0)
+    beginning = lives.take()
+    assert (beginning.is_warm, "directory was restarted" in beginning.why_cold) == (False, True)
+    assert cluster.client(NODE).lookup(hashes, remote=False).num_local == 0

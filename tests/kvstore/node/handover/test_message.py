@@ -37,7 +37,7 @@ def message(pool, memory):
     image = pool.freeze()
     return Message(
         store="default", node="a", epoch=pool.epoch, capacity_bytes=8 * SLOT_BYTES, slot_bytes=SLOT_BYTES,
-        block_bytes={SPACE: 500}, versions={SPACE: 3}, clears=b"", generations=image.generations.tobytes(),
+        block_bytes={SPACE: 500}, versions={SPACE: 3}, directory=b"", clears=b"", generations=image.generations.tobytes(),
         namespaces=image.namespaces, blocks=pack_blocks(image.blocks),
         writers=tuple(Held(held.until_s, held.slots.tobytes(), (0,)) for held in image.writers),
         readers=tuple(Held(held.until_s, held.slots.tobytes()) for held in image.readers),
@@ -122,7 +122,8 @@ def test_an_index_that_contradicts_itself_is_refused(message):
     ragged = msgspec.structs.replace(message, blocks=(*message.blocks[:4], b"123", *message.blocks[5:]))
     few = msgspec.structs.replace(message, blocks=message.blocks[:-1])
     foreign = msgspec.structs.replace(message, block_bytes={})
-    for wrong in (twice, two_owners, free_reader, circle, short, ragged, few, foreign):
+    other_size = msgspec.structs.replace(message, block_bytes={bytes(32): 500})
+    for wrong in (twice, two_owners, free_reader, circle, short, ragged, few, foreign, other_size):
         with pytest.raises(ProtocolError, match="index of the old store"):
             image_of(wrong)
 
