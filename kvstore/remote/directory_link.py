@@ -6,6 +6,7 @@ Each batch names the namespaces that were cleared; the answer names clearings th
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import secrets
@@ -273,7 +274,7 @@ class Hints:
             if self._publisher is None or self._publisher.closed:
                 address = self._resolve()
                 self._publisher, self._told = self._connect(address), 0
-                self._life = address.life
+                self._life = hashlib.blake2b(address.token.encode(), digest_size=8).digest()  # Not the secret itself.
                 self._announcements.begin_connection()
             told, versions = self.versions.since(self._told)
             # Sent even when empty: this shows whether the directory was restarted.

@@ -48,11 +48,6 @@ class PeerAddress:
     port: int
     token: str
 
-    @property
-    def life(self) -> bytes:
-        """A name of the process that listens there, which tells nothing of the secret."""
-        return hashlib.blake2b(self.token.encode(), digest_size=8, person=b"raykv-life").digest()
-
     def connect(self, role: Role, node_id: str, epoch: bytes, owner_key: bytes, timeout_s: float) -> ControlClient:
         """Return a new connection of the store of a node, in one of its lives.
 

@@ -12,7 +12,7 @@ from kvstore.errors import StoreUnavailable
 from kvstore.node.handover import giving, holder, processes, taking
 from kvstore.node.handover.transfer import handover_path
 from kvstore.remote.directory import DirectoryServer
-from tests.kvstore.node.handover.test_next_life import HOST, NODE, SETTINGS, Lives, prepare
+from tests.kvstore.node.handover.lives import HOST, NODE, SETTINGS, Lives, prepare
 
 TTL_S = 1.1
 

@@ -37,7 +37,8 @@ def message(pool, memory):
     image = pool.freeze()
     return Message(
         store="default", node="a", epoch=pool.epoch, capacity_bytes=8 * SLOT_BYTES, slot_bytes=SLOT_BYTES,
-        block_bytes={SPACE: 500}, versions={SPACE: 3}, directory=b"", clears=b"", generations=image.generations.tobytes(),
+        block_bytes={SPACE: 500}, versions={SPACE: 3}, directory=b"", clears=b"",
+        generations=image.generations.tobytes(),
         namespaces=image.namespaces, blocks=pack_blocks(image.blocks),
         writers=tuple(Held(held.until_s, held.slots.tobytes(), (0,)) for held in image.writers),
         readers=tuple(Held(held.until_s, held.slots.tobytes()) for held in image.readers),
