@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_name, begin, call, find_actor, ray_failures
-from kvstore.actors.finding import alive_nodes, make_actor
+from kvstore.actors.finding import actors_of, alive_nodes, make_actor
 from kvstore.actors.restart.changing import replace_supervisor
 from kvstore.actors.restart.holder import Holder
 from kvstore.bounds import check_flag, check_node_id, check_seconds
@@ -72,7 +72,9 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
     try:
         if old is None:
             why_cold = "the node had no store"
-        elif not cold:
+        if cold:
+            _end_holders(name, node_id)
+        elif old is not None:
             holder, where = _make_holder(name, node_id, wait_s)
             why_cold = _give(old, where, wait_s) if holder is not None else f"no process can hold the memory: {where}"
         before = _hopeless(supervisor, node_id)
@@ -100,6 +102,14 @@ def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
         return holder, str(call("holder", holder.path, timeout_s=_HOLDER_S))
     except KVStoreError as error:
         return None, str(error)
+
+
+def _end_holders(name: str, node_id: str) -> None:
+    """End what still holds the node's memory for a restart that was killed: the next store would take it."""
+    begins = actor_name(name, "handover", f"{node_id}-")
+    for path in [path for path in actors_of(name) if path.startswith(begins)]:
+        with contextlib.suppress(StoreNotRunning), ray_failures(path):
+            ray.kill(find_actor(path))
 
 
 def _give(old: Any, path: str, wait_s: float) -> str:

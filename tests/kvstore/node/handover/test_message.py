@@ -147,7 +147,7 @@ def test_an_index_that_contradicts_itself_is_refused(message):
 def test_a_message_of_another_store_or_of_slots_that_cannot_be_is_refused(message, changes):
     config = StoreConfig(capacity_bytes=1 << 16)
     check_is_of(message, config, "a")
-    with pytest.raises(KVStoreError, match="it (is|has)"):
+    with pytest.raises(KVStoreError, match=r"it (is|has)"):
         check_is_of(msgspec.structs.replace(message, **changes), config, "a")
 
 
