@@ -61,9 +61,14 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
         raise StoreUnavailable("wanted a store with slots, got one to which no namespace has attached")
     connect(path, _HOLDER_S).close()  # Is it there? It waits for a packet only for seconds, the drain may take longer.
     core.drain(wait_s)
+    try:
+        connect(path, _HOLDER_S).close()
+    except StoreUnavailable:
+        core.undrain()
+        raise
     # No way back from here. Nobody may claim or keep anything between the processes, the image and what is told beside.
     _leave(core)
-    with contextlib.closing(_Processes(core)) as processes:
+    with contextlib.closing(UserProcesses(core)) as processes:
         if not core.control.server.end(_SERVER_S):
             raise StoreUnavailable("the thread that serves this store's sockets does not end")
         # Before the freeze: of a directory that is met later, this store may have refused a clearing.
@@ -97,7 +102,7 @@ def _leave(core: NodeCore) -> None:
         service.is_ending = True
 
 
-def _message(core: NodeCore, image: PoolImage, processes: _Processes, directory: bytes) -> Message:
+def _message(core: NodeCore, image: PoolImage, processes: UserProcesses, directory: bytes) -> Message:
     state, service = core.state, core.state.pool_service
     sizes = [service.block_bytes[namespace] for namespace in image.namespaces]
     handoffs, own_until_s = core.control.handoffs, clock.now_s() + state.config.lease_ttl_s
@@ -128,7 +133,7 @@ def _written(data: bytes) -> int:
         raise
 
 
-class _Processes:
+class UserProcesses:
     """The processes that may still use slots, by owner. The first is the store, the second its mover.
 
     Made before the store's server ends, which closes the pidfds of its connections. The caller closes `pidfds`.

@@ -65,6 +65,26 @@ def test_no_worker_gets_slots_after_those_that_have_some_were_noted(cluster, liv
     assert (beginning.num_held_slots, len(refused)) == (0, 1)
 
 
+def test_a_holder_that_ends_during_the_drain_costs_nothing(cluster, lives, monkeypatch):
+    core, worker, hashes = cluster.nodes[NODE], cluster.worker(NODE), cluster.hashes(4)
+    worker.save(hashes, range(4))
+    path, drain = handover_path("default", NODE), core.drain
+    held = holder.Holder(path)
+    thread = threading.Thread(target=held.run, args=(20.0,), daemon=True)
+    thread.start()
+
+    def drain_longer(timeout_s):
+        drain(timeout_s)
+        held.close()
+        thread.join(10)
+
+    monkeypatch.setattr(core, "drain", drain_longer)
+    with pytest.raises(StoreUnavailable, match="no process holds"):
+        giving.hand_over(core, path, 0.1)
+    assert worker.load(hashes, range(4)).num_blocks == 4
+    assert worker.save(cluster.hashes(4, seed=5), range(4)).num_written == 4
+
+
 class _OtherProcess:
     """The module `os` of a process that is not this one, and that the test says has ended."""
 
