@@ -143,3 +143,14 @@ def test_after_a_restart_of_the_directory_which_may_have_forgotten_a_clearing_no
     beginning = lives.take()
     assert (beginning.is_warm, "directory was restarted" in beginning.why_cold) == (False, True)
     assert cluster.client(NODE).lookup(hashes, remote=False).num_local == 0
+
+
+def test_slots_of_a_process_that_did_not_come_with_the_index_begin_an_empty_store(cluster, lives, monkeypatch):
+    worker, hashes = cluster.worker(NODE), cluster.hashes(4)
+    worker.save(hashes[:2], range(2))
+    prepare(worker, hashes)
+    monkeypatch.setattr(
+        giving.UserProcesses, "held", lambda self, entry, *_: giving.Held(0.0, entry.slots.tobytes(), (99,))
+    )
+    beginning = lives.go_on()
+    assert (beginning.is_warm, "did not come with it" in beginning.why_cold) == (False, True)
