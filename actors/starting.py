@@ -262,7 +262,7 @@ def connect(name: str, address: str | None, timeout_s: float) -> Store:
 
 
 def _running_config(name: str, deadline_s: float) -> StoreConfig:
-    """Ask the supervisor for a store's settings; if it hangs or is being restarted, a node's store, which serves on.
+    """Ask the supervisor for a store's settings; if it hangs or is gone, a node's store, which serves on.
 
     A node's store does not say its version: its clients compare that when they connect.
     """
@@ -270,7 +270,7 @@ def _running_config(name: str, deadline_s: float) -> StoreConfig:
     try:
         supervisor = _find_supervisor(name, time.monotonic() + half_s)
         running = call("supervisor", supervisor.config, timeout_s=min(half_s, _CALL_S))
-    except (TransferTimeout, PeerLost) as error:
+    except (StoreNotRunning, TransferTimeout, PeerLost) as error:  # A restart that was killed may leave none.
         for node, handle in node_stores(name).items():
             left_s = deadline_s - time.monotonic()
             with contextlib.suppress(TransferTimeout, PeerLost):

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from kvstore.actors.calls import actor_name, call, find_actor, ray_failures
-from kvstore.actors.finding import alive_nodes, make_actor
+from kvstore.actors.finding import alive_nodes, make_actor, node_stores
 from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
 from kvstore.bounds import parse_bytes
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
@@ -53,6 +53,24 @@ def check_room(config: StoreConfig, nodes: Mapping[str, Mapping[str, float]]) ->
         )
 
 
+def _running(name: str, path: str) -> tuple[Any, dict[str, Any]]:
+    """Return the supervisor and what it says of its store; without one, None and what a node's store says.
+
+    A restart that was killed may have left none.
+
+    Raises:
+        StoreNotRunning: there is no node's store either.
+    """
+    try:
+        supervisor = find_actor(path)
+        return supervisor, call("supervisor", supervisor.config, timeout_s=_CALL_S)
+    except StoreNotRunning:
+        for handle in node_stores(name).values():
+            settings = call("store", handle.settings, timeout_s=_CALL_S)
+            return None, {"config": settings, "protocol": PROTOCOL_VERSION, "starter": ""}
+        raise
+
+
 def replace_supervisor(name: str, changes: Mapping[str, Any]) -> tuple[Any, StoreConfig]:
     """End a store's supervisor and make another one, with changed settings and this version of raykv.
 
@@ -67,8 +85,7 @@ def replace_supervisor(name: str, changes: Mapping[str, Any]) -> tuple[Any, Stor
         StoreUnavailable, TransferError: the new one cannot be made, or the old one does not answer.
     """
     path = actor_name(name, "supervisor")
-    old = find_actor(path)
-    said = call("supervisor", old.config, timeout_s=_CALL_S)
+    old, said = _running(name, path)
     if said["protocol"] != PROTOCOL_VERSION:
         # Its directory, which alone knows all clearings, could not be asked by new stores.
         raise IncompatibleStore(
@@ -77,16 +94,17 @@ def replace_supervisor(name: str, changes: Mapping[str, Any]) -> tuple[Any, Stor
         )
     config = changed(StoreConfig.from_json(said["config"]), changes)
     check_room(config, alive_nodes())
-    with contextlib.suppress(KVStoreError):
-        call("supervisor", old.stop, timeout_s=_CALL_S)
-    with ray_failures("supervisor"):
-        ray.kill(old)
+    if old is not None:
+        with contextlib.suppress(KVStoreError):
+            call("supervisor", old.stop, timeout_s=_CALL_S)
+        with ray_failures("supervisor"):
+            ray.kill(old)
     deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"])
     while True:
         try:
             made = make_actor(path, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
             # Ray names the old one a moment longer. `have`: no call of `start` that fails may end this store.
-            if made._actor_id != old._actor_id:
+            if old is None or made._actor_id != old._actor_id:
                 begun = call("supervisor", made.have, "", timeout_s=_CALL_S)
                 break
         except (StoreNotRunning, StoreUnavailable):

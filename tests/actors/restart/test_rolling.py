@@ -210,8 +210,8 @@ def test_a_store_that_is_killed_while_it_gives_or_after_it_took_leaves_an_empty_
     assert names_of(store) == ["directory", "node", "node", "supervisor"]
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing_and_cold_is_empty(
-    store, make_space, chain_of, node_ids, open_engine
+def test_what_cannot_be_is_refused_another_capacity_keeps_the_blocks_and_cold_is_empty(
+    store, make_space, chain_of, node_ids, open_engine, eventually
 ):
     node, space = node_ids[1], make_space("cold")
     engine, chain = open_engine(store, space, node), chain_of(space, 4)
@@ -226,6 +226,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing_and_cold_is_empty(
         with pytest.raises(error):
             store.restart(node_id, **changes)
     assert engine.load(chain).num_blocks == 4
+    found = store.restart([node], capacity="3MiB")[node]
+    assert (found["is_warm"], found["num_blocks"] >= 4, store.config.capacity_bytes) == (True, True, 3 << 20)
+    assert open_engine(store, space, node).load(chain).num_local == 4
+    # As a restart that was killed in the middle leaves it.
+    ray.kill(ray.get_actor("raykv/warm/supervisor", namespace="raykv"))
+    eventually(lambda: "supervisor" not in names_of(store), 20)
     done = CliRunner().invoke(
         main, ["restart", "--name", "warm", "--node", node, "--cold", "--json", "--set", "save_wait_s=0"]
     )

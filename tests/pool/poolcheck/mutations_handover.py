@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poolcheck.mutant import POOL, Mutant, bug
+from poolcheck.mutant import EXPLORER, POOL, Mutant, bug
 
 EXPORT, ADOPTION = "kvstore.pool.handover.export", "kvstore.pool.handover.adoption"
 IMAGE, MESSAGE = "kvstore.pool.handover.image", "kvstore.node.handover.message"
@@ -22,6 +22,16 @@ def _thawed(step: str) -> Mutant:
 
 HANDOVER: tuple[Mutant, ...] = (
     *map(_thawed, ("prepare_store", "reserve", "complete_store", "pin_prefix", "renew", "clear")),
+    bug(
+        "a pool is frozen in two steps",
+        "ours: what is granted between the image and the end of grants is in neither life",
+        POOL,
+        "            self.is_frozen = True\n            return export(self.table, self.leases, self.writes)\n",
+        "            image = export(self.table, self.leases, self.writes)\n"
+        '        with self._step("freeze"):\n'
+        "            self.is_frozen = True\n            return image\n",
+        f"{EXPLORER}[frozen_while_used]",
+    ),
     bug(
         "slots of old writers are free",
         "ours: a worker that is late writes into a block of the next life",

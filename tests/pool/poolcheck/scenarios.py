@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from kvstore.blocks.priority import Priority, Retention
-from poolcheck.chains import NAMESPACES, chain_of
+from kvstore.errors import StoreUnavailable
+from kvstore.pool.handover.image import PoolImage
+from kvstore.pool.pool import Pool
+from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 from poolcheck.run import Run
 from poolcheck.world import World
 
@@ -422,6 +426,40 @@ def priorities_meet(run: Run):
     return [lambda: world.store("a", "low", retention=low), _in_turn(saver, clock), writer], lambda: world.at_rest("x")
 
 
+def frozen_while_used(run: Run):
+    """A store gives its pool away while a block is written and another is read: the next life knows of both."""
+    world = World(run, 3)
+    world.store("a", "before")
+    images, writing, stored, reading = list[PoolImage](), list[int](), list[str](), list[int]()
+
+    def giver():
+        images.append(world.pool.freeze())
+
+    def writer():
+        with contextlib.suppress(StoreUnavailable):
+            ticket = world.pool.prepare_store(chain_of("ab"), "w")
+            writing.extend(ticket.slots)
+            world.pool.complete_store(ticket.write_id, "w")
+            writing.clear()
+            stored.append("ab")
+
+    def reader():
+        with contextlib.suppress(StoreUnavailable):
+            grant = world.pool.pin_prefix(chain_of("a"), "r", LATER_S)
+            reading.extend(grant.slots)
+
+    def at_end():
+        after = Pool(3)
+        after.adopt(images[0])
+        after.check_integrity()
+        held = {slot for entry in images[0].writers for slot in entry.slots.tolist()}
+        assert held == set(writing), "slots that a writer of the old life has"
+        assert after.lookup(chain_of("ab")) == (2 if stored else 1), "what was stored, and nothing else"
+        assert after.stats().num_pinned == len(reading), "what a reader of the old life may read"
+
+    return [giver, writer, reader], at_end
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -445,5 +483,6 @@ SCENARIOS = {
         names_of_an_earlier_claim,
         dead_owner,
         priorities_meet,
+        frozen_while_used,
     )
 }
