@@ -265,7 +265,7 @@ class NodeStore:
         try:
             given = hand_over(self._core, path, wait_s)
         finally:
-            if self._core.state.pool_service.current.is_frozen:
+            if self._core.state.pool_service.is_ending:
                 threading.Thread(target=_end_later, name="raykv-ending", daemon=True).start()
         return {"num_blocks": given.num_blocks, "num_held_slots": given.num_held_slots}
 

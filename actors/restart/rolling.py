@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_name, begin, call, find_actor, ray_failures
-from kvstore.actors.finding import alive_nodes, make_actor
+from kvstore.actors.finding import actors_of, alive_nodes, make_actor
 from kvstore.actors.restart.changing import replace_supervisor
 from kvstore.actors.restart.holder import Holder
 from kvstore.bounds import check_flag, check_node_id, check_seconds
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _CALL_S = 10.0
 #: How long a holder may take to start, an old store to stop, and a new one to serve.
 _HOLDER_S, _STOPS_S, _SERVES_S = 60.0, 20.0, 120.0
-#: How long a holder keeps the memory for a new store.
+#: How long a holder keeps the memory for a new store, after the old one had its time to give it.
 _KEEP_S = 180.0
 _ROUND_EVERY_S = 1.0
 _COLD = "cold was asked for"
@@ -72,8 +72,10 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
     try:
         if old is None:
             why_cold = "the node had no store"
-        elif not cold:
-            holder, where = _make_holder(name, node_id)
+        if cold:
+            _end_holders(name, node_id)
+        elif old is not None:
+            holder, where = _make_holder(name, node_id, wait_s)
             why_cold = _give(old, where, wait_s) if holder is not None else f"no process can hold the memory: {where}"
         before = _hopeless(supervisor, node_id)
         if old is not None:
@@ -88,15 +90,26 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
     return result
 
 
-def _make_holder(name: str, node_id: str) -> tuple[Any, str]:
+def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
     """Make a process on the node that holds its memory; return its handle and path, or None and why there is none."""
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    path, args = actor_name(name, "handover", f"{node_id}-{secrets.token_hex(3)}"), (name, node_id, _KEEP_S)
+    path, args = (
+        actor_name(name, "handover", f"{node_id}-{secrets.token_hex(3)}"),
+        (name, node_id, wait_s + _STOPS_S + _KEEP_S),
+    )
     try:
         holder = make_actor(path, Holder, {}, args, max_restarts=0, scheduling_strategy=here)
         return holder, str(call("holder", holder.path, timeout_s=_HOLDER_S))
     except KVStoreError as error:
         return None, str(error)
+
+
+def _end_holders(name: str, node_id: str) -> None:
+    """End what still holds the node's memory for a restart that was killed: the next store would take it."""
+    begins = actor_name(name, "handover", f"{node_id}-")
+    for path in [path for path in actors_of(name) if path.startswith(begins)]:
+        with contextlib.suppress(StoreNotRunning), ray_failures(path):
+            ray.kill(find_actor(path))
 
 
 def _give(old: Any, path: str, wait_s: float) -> str:

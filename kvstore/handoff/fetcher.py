@@ -77,6 +77,10 @@ class HandoffFetcher:
         """Return whether an owner has a fetch under way."""
         return bool(self._of(owner))
 
+    def users(self) -> list[tuple[str, str]]:
+        """Return, of each fetch, (owner of its slots, the client that may copy out of them)."""
+        return [(fetch.slot_owner, fetch.owner) for fetch in self._of()]
+
     def __len__(self) -> int:
         return len(self._fetches)
 

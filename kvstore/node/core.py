@@ -86,7 +86,7 @@ class NodeCore:
             )
         self._host, self._pid = host, os.getpid()
         #: Held while the node is drained or put back, so that the directory is told the last of the two.
-        self._draining = threading.Lock()
+        self.draining = threading.Lock()
         epoch, versions, mover, threads = secrets.token_bytes(8), NamespaceVersions(), MoverLink(), StoreThreads()
         disk = DiskTier(config, node_id, lambda: versions.since(0)[1]) if config.disk_path else None
         with contextlib.ExitStack() as undo:
@@ -160,7 +160,7 @@ class NodeCore:
             threading.Thread(target=begin, name="raykv-disk-begin", daemon=True).start()
             # The first blocks are stored there, too. But a disk that hangs keeps nobody waiting for long.
             has_begun.wait(min(state.config.disk_timeout_s, state.config.call_timeout_s / 2))
-        with self._draining:
+        with self.draining:
             self._announce(pool)
 
     def _announce(self, pool: Pool) -> None:
@@ -186,7 +186,7 @@ class NodeCore:
         finally:
             has_begun.set()
         # Of the two that say this, the later one knows both tiers.
-        with self._draining:
+        with self.draining:
             self._announce(pool)
         # A namespace may have been cleared while this node was away: until the directory has said so, its blocks on
         # disk are not found.
@@ -215,7 +215,7 @@ class NodeCore:
             The most recently used chains, up to `max_bytes` of blocks, encoded, for a peer to `adopt`.
         """
         service = self.state.pool_service
-        with self._draining:
+        with self.draining:
             service.is_draining = True
         if not service.is_attached:
             return []
@@ -262,7 +262,7 @@ class NodeCore:
             {"num_leases", "num_writes", "num_handoffs", "is_drained"}: whether nothing is left, and nothing is granted.
         """
         service = self.state.pool_service
-        with self._draining:
+        with self.draining:
             was_closed = service.is_closed_to_peers
             service.is_draining = service.is_closed_to_peers = True
             if not was_closed:
@@ -281,7 +281,7 @@ class NodeCore:
             StoreUnavailable: the store is being stopped.
         """
         service = self.state.pool_service
-        with self._draining:
+        with self.draining:
             service.check_running()
             was_closed = service.is_closed_to_peers
             service.is_draining = service.is_closed_to_peers = False
@@ -321,7 +321,7 @@ class NodeCore:
         if os.getpid() != self._pid:
             return
         state, service = self.state, self.state.pool_service
-        with self._draining:
+        with self.draining:
             service.is_ending = service.is_draining = service.is_closed_to_peers = True
         with contextlib.ExitStack() as steps:
             # ExitStack runs them from the last to the first, and each one even if others raise.

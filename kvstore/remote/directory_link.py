@@ -6,6 +6,7 @@ Each batch names the namespaces that were cleared; the answer names clearings th
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import secrets
@@ -98,6 +99,9 @@ class Hints:
         self.ask_after_s = 0.0
         #: Set when the directory has answered for the first time: from then on this store knows what was cleared.
         self.has_met = threading.Event()
+        #: Names the life of the directory that answered last; b"" before that. Another life may know fewer clearings.
+        self.met = b""
+        self._life = b""
         self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
         self.thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
 
@@ -193,7 +197,7 @@ class Hints:
         if self.asker is not None and not self.asker.closed:
             with contextlib.suppress(PeerLost):
                 return self.asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
-        self.asker = self._connect()
+        self.asker = self._connect(self._resolve())
         return self.asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
 
     def is_alone(self) -> bool:
@@ -233,8 +237,8 @@ class Hints:
         for client in self._connections:
             client.close()
 
-    def _connect(self) -> ControlClient:
-        client = self._resolve().connect(Role.STORE, self._node_id, self._epoch, self._owner_key, self._timeout_s)
+    def _connect(self, address: PeerAddress) -> ControlClient:
+        client = address.connect(Role.STORE, self._node_id, self._epoch, self._owner_key, self._timeout_s)
         with self._condition:
             if not self._stopping:
                 self._connections = [*(other for other in self._connections if not other.closed), client]
@@ -283,7 +287,9 @@ class Hints:
         """Send a batch to the directory, and note the clearings in its answer. Return whether it is there."""
         try:
             if self._publisher is None or self._publisher.closed:
-                self._publisher, self._told = self._connect(), 0
+                address = self._resolve()
+                self._publisher, self._told = self._connect(address), 0
+                self._life = hashlib.blake2b(address.token.encode(), digest_size=8).digest()  # Not the secret itself.
                 self._announcements.begin_connection()
             told, versions = self.versions.since(self._told)
             has_time = self._is_shard and clock.now_s() < self._answered_s + _HEARTBEAT_S
@@ -302,6 +308,7 @@ class Hints:
             return False
         self._told, self._answered_s = told, clock.now_s()
         self.versions.hear_all(news, self._clear)
+        self.met = self._life
         self.has_met.set()
         return True
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 #: Suffix of the file's name until the socket listens: other stores must not remove it. Short, because paths must be.
 _UNFINISHED = ".new"
+#: Suffixes of the files of stores, and of processes that hold a store's memory.
+_FINISHED = (".sock", ".hand")
 #: After this time others may remove such a file; a store needs it for microseconds.
 _UNFINISHED_FOR_S = 3600.0
 
@@ -46,7 +48,7 @@ def _identity(path: str) -> tuple[int, int, int]:
 def remove_stale_sockets(folder: Path) -> int:
     """Unlink sockets of killed stores in `folder`, on which no process listens; return how many."""
     long_ago_s = time.time() - _UNFINISHED_FOR_S
-    stale = [path for path in folder.glob("*.sock") if _is_refused(path)]
+    stale = [path for suffix in _FINISHED for path in folder.glob(f"*{suffix}") if _is_refused(path)]
     for path in folder.glob(f"*{_UNFINISHED}"):
         with contextlib.suppress(OSError):
             if path.lstat().st_ctime < long_ago_s and _is_refused(path):

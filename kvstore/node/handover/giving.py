@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks.indexes import pack_ints
@@ -53,39 +53,64 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
     Waits at most `wait_s` for leases, writes and hand-offs to end. Slots that are still used then are named.
 
     Raises:
-        StoreUnavailable: nobody holds there, or no namespace has attached; the store serves on.
+        StoreUnavailable: nobody holds there, no namespace has attached, or the node was put back while it was drained;
+            the store serves on.
         KVStoreError, OSError: the memory was not given, and the store must end: it serves nobody.
     """
     if not core.state.pool_service.is_attached:
         raise StoreUnavailable("wanted a store with slots, got one to which no namespace has attached")
-    with connect(path, _HOLDER_S) as sock:
-        core.drain(wait_s)
-        with contextlib.closing(_Processes(core)) as processes:
-            # No way back from here. Nobody may claim or keep anything between the image and what is told beside it.
-            if not core.control.server.end(_SERVER_S):
-                raise StoreUnavailable("the thread that serves this store's sockets does not end")
-            image = core.pool.freeze()
-            message = _written(seal(_message(core, image, processes)))
-            try:
+    connect(path, _HOLDER_S).close()  # Is it there? It waits for a packet only for seconds, the drain may take longer.
+    core.drain(wait_s)
+    try:
+        connect(path, _HOLDER_S).close()
+    except StoreUnavailable:
+        core.undrain()
+        raise
+    # No way back from here. Nobody may claim or keep anything between the processes, the image and what is told beside.
+    _leave(core)
+    with contextlib.closing(UserProcesses(core)) as processes:
+        if not core.control.server.end(_SERVER_S):
+            raise StoreUnavailable("the thread that serves this store's sockets does not end")
+        # Before the freeze: of a directory that is met later, this store may have refused a clearing.
+        directory = core.state.hints.met
+        image = core.pool.freeze()
+        message = _written(seal(_message(core, image, processes, directory)))
+        try:
+            with connect(path, _HOLDER_S) as sock:
                 send(sock, GIVE, Parcel(core.state.arena.fd, message, tuple(processes.pidfds)))
                 word, _ = receive(sock)
-            finally:
-                os.close(message)
-        if word != HAVE:
-            raise StoreUnavailable(f"the holder did not take the memory, it said {word!r}")
+        finally:
+            os.close(message)
+    if word != HAVE:
+        raise StoreUnavailable(f"the holder did not take the memory, it said {word!r}")
     num_held = sum(len(held.slots) for held in image.writers)
     logger.info("node %s gave %d blocks to its next store", core.state.node_id, len(image.blocks))
     return Given(len(image.blocks), num_held)
 
 
-def _message(core: NodeCore, image: PoolImage, processes: _Processes) -> Message:
+def _leave(core: NodeCore) -> None:
+    """Make the drain final: from now on the node cannot be put back, so no worker gets slots.
+
+    Raises:
+        StoreUnavailable: it was put back meanwhile, and serves on; or the store is being stopped.
+    """
+    service = core.state.pool_service
+    with core.draining:
+        service.check_running()
+        if not service.is_draining:
+            raise StoreUnavailable("wanted a drained node, got one that was put back meanwhile; restart it again")
+        service.is_ending = True
+
+
+def _message(core: NodeCore, image: PoolImage, processes: UserProcesses, directory: bytes) -> Message:
     state, service = core.state, core.state.pool_service
     sizes = [service.block_bytes[namespace] for namespace in image.namespaces]
-    users, own_until_s = handoff_users(core.control.handoffs.table), clock.now_s() + state.config.lease_ttl_s
+    handoffs, own_until_s = core.control.handoffs, clock.now_s() + state.config.lease_ttl_s
+    users = handoff_users(handoffs.table, handoffs.fetcher.users())
     return Message(
         store=state.config.name, node=state.node_id, epoch=state.epoch, capacity_bytes=state.arena.num_bytes,
         slot_bytes=service.slot_bytes, block_bytes=dict(service.block_bytes), versions=state.versions.since(0)[1],
-        clears=state.presence.clears.copy(), generations=image.generations.astype("<u4").tobytes(),
+        directory=directory, clears=state.presence.clears.copy(), generations=image.generations.astype("<u4").tobytes(),
         namespaces=image.namespaces, blocks=pack_blocks(image.blocks),
         writers=tuple(processes.held(entry, users, own_until_s) for entry in image.writers),
         readers=tuple(Held(entry.until_s, pack_ints(entry.slots)) for entry in image.readers),
@@ -108,7 +133,7 @@ def _written(data: bytes) -> int:
         raise
 
 
-class _Processes:
+class UserProcesses:
     """The processes that may still use slots, by owner. The first is the store, the second its mover.
 
     Made before the store's server ends, which closes the pidfds of its connections. The caller closes `pidfds`.
@@ -194,9 +219,17 @@ class _Processes:
         return place
 
 
-def handoff_users(table: HandoffTable) -> dict[str, list[User]]:
-    """Return, by owner of slots of hand-offs, (owner that may use them, until when); a reader only until that."""
+def handoff_users(table: HandoffTable, fetches: Sequence[tuple[str, str]] = ()) -> dict[str, list[User]]:
+    """Return, by owner of slots of hand-offs, (owner that may use them, until when); a reader only until that.
+
+    Args:
+        table: what is published here.
+        fetches: of each fetch, (owner of its slots, its client).
+    """
     users: dict[str, list[User]] = defaultdict(list)
+    for slot_owner, client in fetches:
+        # The client copies out of them until it says that it is done: it looks at no clock.
+        users[slot_owner] += [("!mover", 0.0), (client, 0.0)]
     for handoff in list(table.handoffs.values()):
         if handoff.is_written:
             users[handoff.write_owner].append((handoff.owner, 0.0))

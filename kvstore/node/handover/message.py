@@ -61,6 +61,7 @@ class Message(Record, frozen=True):
         slot_bytes: of a slot.
         block_bytes: size of each attached namespace's blocks.
         versions: of the namespaces that this life knew were cleared.
+        directory: the life of the directory that it met last, from `Hints.met`.
         clears: the counters of kvstore.memory.clears.
         generations, namespaces: as in `PoolImage`.
         blocks: the columns of `BlockColumns`, packed, in the order of its fields.
@@ -75,6 +76,7 @@ class Message(Record, frozen=True):
     slot_bytes: U64
     block_bytes: dict[Digest, U64]
     versions: dict[Digest, U64]
+    directory: bytes
     clears: bytes
     generations: bytes
     namespaces: tuple[Digest, ...]
@@ -147,7 +149,7 @@ def image_of(message: Message) -> PoolImage:
         readers=tuple(OldReaders(held.until_s, ints_in(held.slots)) for held in message.readers),
     )  # fmt: skip
     image.check()
-    if message.block_bytes.keys() < set(message.namespaces):
+    if not message.block_bytes.keys() >= set(message.namespaces):
         raise ProtocolError("the index of the old store: a namespace of its blocks has no block size")
     return image
 

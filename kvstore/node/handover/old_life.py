@@ -9,6 +9,7 @@ from typing import Any
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError
 from kvstore.memory.arena import Arena
+from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES
 from kvstore.node.handover.message import Message
 from kvstore.node.handover.processes import OldProcesses, OldUse
 from kvstore.node.state import NodeState
@@ -67,8 +68,8 @@ class OldLife:
     def begin(self, state: NodeState) -> None:
         """Take over the blocks, before anyone can reach the store, and then meet the directory.
 
-        What was cleared between the two lives is a miss. The directory knows it; if it does not answer, nothing is
-        kept.
+        What was cleared between the two lives is a miss. The directory knows it. If it does not answer, or is not the
+        one that the last life knew, nothing is kept.
 
         Raises:
             KVStoreError: the blocks cannot be taken over; this store must not go on with this arena.
@@ -80,6 +81,9 @@ class OldLife:
         why, pool = "", state.pool_service.current
         if not has_met:
             why = "the directory did not answer, so a clearing in between may be unknown"
+        elif state.hints.met != self._message.directory:
+            why = "the directory was restarted meanwhile, so a clearing in between may be unknown"
+        if why:
             for namespace in self._message.block_bytes:
                 pool.clear(namespace)
         stats = pool.stats()
@@ -118,7 +122,11 @@ def check_is_of(message: Message, config: StoreConfig, node_id: str) -> None:
         why = f"it is the memory of store {message.store!r} on node {message.node}"
     elif len(message.generations) // 4 != message.capacity_bytes // max(message.slot_bytes, 1):
         why = f"it has {len(message.generations) // 4} slots of {message.slot_bytes} bytes"
-    elif max(message.block_bytes.values(), default=0) > message.slot_bytes:
+    elif not message.slot_bytes or message.slot_bytes % SLOT_ALIGNMENT_BYTES:
+        why = f"it has slots of {message.slot_bytes} bytes, not a multiple of {SLOT_ALIGNMENT_BYTES}"
+    elif min(message.block_bytes.values(), default=0) < 1:
+        why = "it has no sizes of blocks, or a size of 0"
+    elif max(message.block_bytes.values()) > message.slot_bytes:
         why = f"it has blocks of {max(message.block_bytes.values())} bytes in slots of {message.slot_bytes}"
     if why:
         raise KVStoreError(why)

@@ -104,6 +104,7 @@ class OldProcesses:
             self.close()
 
     def close(self) -> None:
-        """Close all pidfds, because nothing is waited for; call this once, and no other method afterwards."""
-        for pidfd in self._pidfds:
+        """Close all pidfds, because nothing is waited for; may be called again, and no other method afterwards."""
+        pidfds, self._pidfds = self._pidfds, ()
+        for pidfd in pidfds:
             os.close(pidfd)

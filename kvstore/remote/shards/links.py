@@ -33,6 +33,11 @@ class ShardedHints:
         self.has_met = _AllMet(self._links)
 
     @property
+    def met(self) -> bytes:
+        """Names the lives of all shards that answered last; another one when any shard has another life."""
+        return b"".join(link.met for link in self._links)
+
+    @property
     def waiting(self) -> list[Waiting]:
         """The callers that wait for the publishing of a batch, once for each shard that they still wait for."""
         return [each for link in self._links for each in link.waiting]

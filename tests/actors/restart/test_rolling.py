@@ -14,6 +14,7 @@ import ray
 from click.testing import CliRunner
 
 import kvstore
+from kvstore.actors.restart.rolling import _make_holder
 from kvstore.cli import main
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, StoreDraining
 
@@ -239,3 +240,17 @@ def test_what_cannot_be_is_refused_another_capacity_keeps_the_blocks_and_cold_is
     assert (said["is_warm"], said["num_blocks"], said["why_cold"]) == (False, 0, "cold was asked for")
     assert kvstore.connect("warm").config.save_wait_s == 0.0
     assert open_engine(store, space, node).load(chain).num_blocks == 0
+
+
+def test_cold_is_empty_also_after_a_restart_that_was_killed_when_the_memory_was_given(
+    store, make_space, chain_of, node_ids, open_engine, get
+):
+    node, space = node_ids[1], make_space("left")
+    engine, chain = open_engine(store, space, node), chain_of(space, 4)
+    engine.save(chain)
+    _, path = _make_holder("warm", node, 0.0)
+    assert get(kvstore.node_store(node, name="warm").hand_over.remote(path, 0.0))["num_blocks"] >= 4
+    said = store.restart([node], cold=True)[node]
+    assert (said["is_warm"], said["num_blocks"]) == (False, 0)
+    assert open_engine(store, space, node).load(chain).num_blocks == 0
+    assert names_of(store) == ["directory", "node", "node", "supervisor"]

@@ -78,12 +78,12 @@ def test_a_hung_store_whose_backlog_is_full_does_not_hold_up_the_next_one(folder
 
 
 def test_sockets_of_dead_stores_are_removed_and_those_that_began_long_ago(folder, monkeypatch):
-    for name in ("dead.sock", "half.new"):
+    for name in ("dead.sock", "dead.hand", "half.new"):
         with packet_socket() as sock:
             sock.bind(str(folder / name))
     server = serving(folder / "alive.sock")
     try:
-        assert remove_stale_sockets(folder) == 1
+        assert remove_stale_sockets(folder) == 2
         monkeypatch.setattr(socket_files, "_UNFINISHED_FOR_S", -1.0)
         assert remove_stale_sockets(folder) == 1
         assert [path.name for path in folder.iterdir()] == ["alive.sock"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -118,3 +119,19 @@ def test_it_ends_by_itself(path, parcel):
     made = Holder(path)
     assert made.run(0.0) is False
     assert not os.path.exists(path)
+
+
+def test_a_process_of_another_user_gets_nothing_and_gives_nothing(path, holder, parcel, monkeypatch):
+    ask(path, GIVE, parcel)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 1 << 20)
+        with pytest.raises(StoreUnavailable, match="of user"):
+            connect(path, 5.0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(5.0)
+            sock.connect(path)
+            with contextlib.suppress(BrokenPipeError):  # It may be refused before it has asked.
+                sock.send(TAKE)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(16) == b""
+    ask(path, TAKE)[1].close()

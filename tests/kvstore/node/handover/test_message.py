@@ -8,9 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.errors import ProtocolError
+from kvstore.config import StoreConfig
+from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.node.handover import message as messages
 from kvstore.node.handover.message import Held, Message, check_samples, image_of, pack_blocks, samples_of, seal, unseal
+from kvstore.node.handover.old_life import check_is_of
 from kvstore.pool.pool import Pool
 from tests.kvstore.pool.pool_steps import SPACE, chain, store
 
@@ -37,7 +39,8 @@ def message(pool, memory):
     image = pool.freeze()
     return Message(
         store="default", node="a", epoch=pool.epoch, capacity_bytes=8 * SLOT_BYTES, slot_bytes=SLOT_BYTES,
-        block_bytes={SPACE: 500}, versions={SPACE: 3}, clears=b"", generations=image.generations.tobytes(),
+        block_bytes={SPACE: 500}, versions={SPACE: 3}, directory=b"", clears=b"",
+        generations=image.generations.tobytes(),
         namespaces=image.namespaces, blocks=pack_blocks(image.blocks),
         writers=tuple(Held(held.until_s, held.slots.tobytes(), (0,)) for held in image.writers),
         readers=tuple(Held(held.until_s, held.slots.tobytes()) for held in image.readers),
@@ -122,9 +125,30 @@ def test_an_index_that_contradicts_itself_is_refused(message):
     ragged = msgspec.structs.replace(message, blocks=(*message.blocks[:4], b"123", *message.blocks[5:]))
     few = msgspec.structs.replace(message, blocks=message.blocks[:-1])
     foreign = msgspec.structs.replace(message, block_bytes={})
-    for wrong in (twice, two_owners, free_reader, circle, short, ragged, few, foreign):
+    other_size = msgspec.structs.replace(message, block_bytes={bytes(32): 500})
+    for wrong in (twice, two_owners, free_reader, circle, short, ragged, few, foreign, other_size):
         with pytest.raises(ProtocolError, match="index of the old store"):
             image_of(wrong)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"store": "other"},
+        {"node": "b"},
+        {"generations": bytes(4 * 7)},
+        {"slot_bytes": 0},
+        {"slot_bytes": SLOT_BYTES - 2, "capacity_bytes": 8 * (SLOT_BYTES - 2)},  # As many slots, but elsewhere.
+        {"block_bytes": {}},
+        {"block_bytes": {SPACE: 0}},
+        {"block_bytes": {SPACE: SLOT_BYTES + 1}},
+    ],
+)
+def test_a_message_of_another_store_or_of_slots_that_cannot_be_is_refused(message, changes):
+    config = StoreConfig(capacity_bytes=1 << 16)
+    check_is_of(message, config, "a")
+    with pytest.raises(KVStoreError, match=r"it (is|has)"):
+        check_is_of(msgspec.structs.replace(message, **changes), config, "a")
 
 
 def test_bytes_that_are_no_message_are_refused_though_their_checksum_is_right():

@@ -6,75 +6,24 @@ Both lives run in this process, so its end is not waited for; tests/actors/resta
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 from inner_parts import parts_of
 
-from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
-from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable
 from kvstore.memory import arena
-from kvstore.node.core import NodeCore
 from kvstore.node.handover import giving, taking
 from kvstore.node.handover.giving import hand_over
-from kvstore.node.handover.holder import Holder
-from kvstore.node.handover.taking import begin, take_old_life
 from kvstore.node.handover.transfer import handover_path
 from kvstore.pool.handover.adoption import OLD_WRITER
-from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import Prepare, decode_ticket
-
-HOST, SETTINGS = "127.0.0.1", {"capacity_bytes": 1 << 17, "call_timeout_s": 2.0, "transfer_timeout_s": 3.0}
-NODE = "a"
+from tests.kvstore.node.handover.lives import NODE, SETTINGS, Lives, prepare
 
 
 @pytest.fixture(autouse=True)
 def _both_lives_are_here(monkeypatch):
     monkeypatch.setattr(taking, "end", lambda pidfd, patience_s, killed_within_s: True)
     monkeypatch.setattr(taking, "pid_of", lambda pidfd: 1)
-
-
-class Lives:
-    """The lives of one node's store."""
-
-    def __init__(self, cluster):
-        self.cluster = cluster
-
-    def give(self, wait_s=0.1):
-        """Have the present life give its memory to a holder, and end it; the holder waits for the next one."""
-        path, core = handover_path("default", NODE), self.cluster.nodes[NODE]
-        holder = Holder(path)
-        threading.Thread(target=holder.run, args=(20.0,), daemon=True).start()
-        try:
-            given = hand_over(core, path, wait_s)
-        except BaseException:
-            holder.close()
-            raise
-        finally:
-            self.cluster.stop_node(NODE)
-        return given
-
-    def take(self, **settings):
-        """Begin the next life; return how it began."""
-        config = StoreConfig(**(SETTINGS | settings))
-        old, why_cold = take_old_life(handover_path("default", NODE), config, NODE)
-
-        def make(old):
-            resolve = self.cluster.resolve
-            return NodeCore(NODE, config, HOST, resolve, lambda: self.cluster.directory.address(), old=old)
-
-        core, beginning = begin(make, old, why_cold)
-        self.cluster.nodes[NODE] = core
-        self.cluster.start_mover(NODE)
-        if core.state.pool_service.is_attached:
-            core.pool.check_integrity()
-        return beginning
-
-    def go_on(self, wait_s=0.1, **settings):
-        self.give(wait_s)
-        return self.take(**settings)
 
 
 @pytest.fixture
@@ -86,12 +35,6 @@ def lives(cluster):
 def memory_files():
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sum(os.path.islink(link) and "raykv-arena" in os.readlink(link) for link in links)
-
-
-def prepare(worker, hashes):
-    """Have a worker claim slots, and not write them yet."""
-    request = encode(Prepare(parts_of(worker.client).chain(hashes), 1))
-    return decode_ticket(parts_of(worker.client).store.calls.call(Op.PREPARE_STORE, request, timeout_s=5))
 
 
 def test_blocks_are_loaded_from_the_memory_of_the_life_before_also_the_next_time(cluster, lives):

@@ -83,3 +83,13 @@ def test_a_release_that_fails_is_tried_again(wait_until):
     wait_until(lambda: not old.thread.is_alive())
     assert old.uses() == []
     assert time.monotonic() - began_s < 20
+
+
+def test_pidfds_are_closed_once_also_if_the_thread_has_closed_them(wait_until):
+    old = OldProcesses((os.pidfd_open(os.getpid()),), [], lambda owner: None)
+    old.start()
+    wait_until(lambda: not old.thread.is_alive())
+    old.stop()
+    with open(os.devnull) as other:  # It has the number of the closed pidfd.
+        old.close()
+        assert os.fstat(other.fileno())

@@ -1,0 +1,156 @@
+"""Slots that an old store gives: all that workers may still use is named, however the giving goes."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from inner_parts import parts_of
+
+from kvstore.errors import StoreUnavailable
+from kvstore.node.handover import giving, holder, processes, taking
+from kvstore.node.handover.transfer import handover_path
+from kvstore.remote.directory import DirectoryServer
+from tests.kvstore.node.handover.lives import HOST, NODE, SETTINGS, Lives, prepare
+
+TTL_S = 1.1
+
+
+@pytest.fixture
+def lives(cluster, monkeypatch):
+    monkeypatch.setattr(taking, "end", lambda pidfd, patience_s, killed_within_s: True)
+    monkeypatch.setattr(taking, "pid_of", lambda pidfd: 1)
+    cluster.add(NODE, **SETTINGS)
+    return Lives(cluster)
+
+
+def test_a_drain_that_takes_longer_than_the_holder_waits_for_a_packet_loses_nothing(cluster, lives, monkeypatch):
+    monkeypatch.setattr(holder, "_PACKET_S", 0.2)
+    hashes, worker = cluster.hashes(4), cluster.worker(NODE, seed=1)
+    worker.save(hashes, range(4))
+    worker.client.lease(hashes, ttl_s=30.0)
+    beginning = lives.go_on(wait_s=1.0)
+    assert (beginning.is_warm, beginning.num_blocks) == (True, 4)
+
+
+def test_a_node_that_is_put_back_while_it_is_drained_serves_on(cluster, lives, monkeypatch):
+    core, worker, hashes = cluster.nodes[NODE], cluster.worker(NODE), cluster.hashes(4)
+    worker.save(hashes, range(4))
+    monkeypatch.setattr(core, "drain", lambda timeout_s: None)  # As if it was put back at its end.
+    path = handover_path("default", NODE)
+    held = holder.Holder(path)
+    threading.Thread(target=held.run, args=(20.0,), daemon=True).start()
+    with pytest.raises(StoreUnavailable, match="put back"):
+        giving.hand_over(core, path, 0.1)
+    held.close()
+    assert worker.save(cluster.hashes(4, seed=5), range(4)).num_written == 4
+
+
+def test_no_worker_gets_slots_after_those_that_have_some_were_noted(cluster, lives, monkeypatch):
+    core, worker, hashes = cluster.nodes[NODE], cluster.worker(NODE), cluster.hashes(4)
+    worker.save(hashes[:2], range(2))
+    end, refused = core.control.server.end, []
+
+    def put_back_before(timeout_s):
+        with pytest.raises(StoreUnavailable):
+            core.undrain()
+        with pytest.raises(StoreUnavailable) as refusal:
+            prepare(worker, hashes)
+        refused.append(refusal)
+        return end(timeout_s)
+
+    monkeypatch.setattr(core.control.server, "end", put_back_before)
+    beginning = lives.go_on()
+    assert (beginning.num_held_slots, len(refused)) == (0, 1)
+
+
+def test_a_holder_that_ends_during_the_drain_costs_nothing(cluster, lives, monkeypatch):
+    core, worker, hashes = cluster.nodes[NODE], cluster.worker(NODE), cluster.hashes(4)
+    worker.save(hashes, range(4))
+    path, drain = handover_path("default", NODE), core.drain
+    held = holder.Holder(path)
+    thread = threading.Thread(target=held.run, args=(20.0,), daemon=True)
+    thread.start()
+
+    def drain_longer(timeout_s):
+        drain(timeout_s)
+        held.close()
+        thread.join(10)
+
+    monkeypatch.setattr(core, "drain", drain_longer)
+    with pytest.raises(StoreUnavailable, match="no process holds"):
+        giving.hand_over(core, path, 0.1)
+    assert worker.load(hashes, range(4)).num_blocks == 4
+    assert worker.save(cluster.hashes(4, seed=5), range(4)).num_written == 4
+
+
+class _OtherProcess:
+    """The module `os` of a process that is not this one, and that the test says has ended."""
+
+    getpid = staticmethod(lambda: 1)
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+
+def test_slots_of_a_fetch_wait_for_the_client_that_copies_out_of_them(cluster, monkeypatch, lives, wait_until):
+    has_ended = processes.has_ended
+    monkeypatch.setattr(giving, "os", _OtherProcess())
+    monkeypatch.setattr(processes, "has_ended", lambda fd, within_s=0.0: processes.pid_of(fd) == 1 or has_ended(fd))
+    monkeypatch.setattr(processes, "_LOOK_S", 0.05)
+    cluster.stop_node(NODE)
+    cluster.add(NODE, **(SETTINGS | {"lease_ttl_s": TTL_S}))
+    cluster.add("b", **SETTINGS)
+    source, target = cluster.worker("b", seed=1), cluster.worker(NODE, seed=2)
+    target.save(cluster.hashes(2), range(2))
+    target.client.lease(cluster.hashes(2), ttl_s=3 * TTL_S)
+    ticket, copier = source.client.publish(list(range(8))), parts_of(target.client).copier
+    begun, go, copy, slots = threading.Event(), threading.Event(), copier.out_of_slots, []
+
+    def copy_late(pages, indexes, at, skip_tokens=0):
+        slots.extend(at.tolist())
+        begun.set()
+        assert go.wait(30)
+        copy(pages, indexes, at, skip_tokens)
+
+    copier.out_of_slots = copy_late
+    job = target.client.fetch(ticket, list(range(20, 28)))
+    assert begun.wait(10)
+    cluster.kill_mover(NODE)
+    lives.go_on(lease_ttl_s=TTL_S)
+    pool = cluster.nodes[NODE].pool
+    wait_until(lambda: pool.stats().num_pinned == 0)  # All that has a time is over.
+    other, used = cluster.worker(NODE, seed=3), set()
+    for seed in range(20, 40):  # More than the node holds.
+        chain = cluster.hashes(10, seed)
+        other.save(chain, range(10))
+        with other.client.lease(chain) as held:
+            used |= set(held.slots)
+    go.set()
+    assert job.result(20).num_blocks == 8
+    assert used.isdisjoint(slots)
+    assert [target.block(20 + at) for at in range(8)] == [source.block(at) for at in range(8)]
+
+
+def test_after_a_restart_of_the_directory_which_may_have_forgotten_a_clearing_nothing_is_kept(cluster, lives):
+    hashes = cluster.hashes(4)
+    cluster.worker(NODE).save(hashes, range(4))
+    lives.give()
+    cluster.directory.versions.hear(cluster.space.digest, 1)  # As `Store.clear` does.
+    cluster.directory.stop()
+    cluster.directory = DirectoryServer(HOST, settle_s=0.0)
+    beginning = lives.take()
+    assert (beginning.is_warm, "directory was restarted" in beginning.why_cold) == (False, True)
+    assert cluster.client(NODE).lookup(hashes, remote=False).num_local == 0
+
+
+def test_slots_of_a_process_that_did_not_come_with_the_index_begin_an_empty_store(cluster, lives, monkeypatch):
+    worker, hashes = cluster.worker(NODE), cluster.hashes(4)
+    worker.save(hashes[:2], range(2))
+    prepare(worker, hashes)
+    monkeypatch.setattr(
+        giving.UserProcesses, "held", lambda self, entry, *_: giving.Held(0.0, entry.slots.tobytes(), (99,))
+    )
+    beginning = lives.go_on()
+    assert (beginning.is_warm, "did not come with it" in beginning.why_cold) == (False, True)

@@ -1,0 +1,115 @@
+"""The processes that a parcel names: all that may still use a slot, each once, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.node.handover import giving
+from kvstore.node.handover.giving import UserProcesses
+from kvstore.node.handover.processes import OldUse, pid_of
+from kvstore.pool.handover.image import OldWriters
+from kvstore.rpc.connection import Role
+
+OWN_UNTIL_S = 77.0
+
+
+@pytest.fixture
+def process():
+    made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    made.pidfd = os.pidfd_open(made.pid)
+    yield made
+    made.kill()
+    made.wait(10)
+    os.close(made.pidfd)
+
+
+def connection(process, owner="client-1", role=Role.CLIENT, pidfd=None):
+    pidfd = process.pidfd if pidfd is None else pidfd
+    return SimpleNamespace(role=role, owner=owner, pid=process.pid, pidfd=pidfd, ended=False)
+
+
+def processes_of(*connections, old_uses=None):
+    """Return the processes of a store in which each of these owners has something."""
+    holds = SimpleNamespace(holds=lambda owner: True)
+    old = None if old_uses is None else SimpleNamespace(processes=SimpleNamespace(uses=lambda: old_uses))
+    control = SimpleNamespace(server=SimpleNamespace(connections=connections), handoffs=holds)
+    state = SimpleNamespace(pool_service=SimpleNamespace(current=holds))
+    return contextlib.closing(UserProcesses(SimpleNamespace(control=control, state=state, old=old)))
+
+
+def writers(*owners, until_s=0.0):
+    return OldWriters(owners, until_s, np.array([3], np.int32))
+
+
+def pids(made, held):
+    return sorted(pid_of(made.pidfds[at]) for at in held.processes)
+
+
+def test_slots_of_a_worker_wait_for_its_process_and_for_no_time(process):
+    with processes_of(connection(process)) as made:
+        held = made.held(writers("client-1"), {}, OWN_UNTIL_S)
+        assert (pids(made, held), held.until_s) == ([process.pid], 0.0)
+
+
+def test_slots_of_ranks_wait_for_all_of_them(process):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    other.pidfd = os.pidfd_open(other.pid)
+    try:
+        with processes_of(connection(process), connection(other, "client-2")) as made:
+            held = made.held(writers("client-1", "client-2"), {}, OWN_UNTIL_S)
+            assert pids(made, held) == sorted([process.pid, other.pid])
+    finally:
+        other.kill()
+        other.wait(10)
+        os.close(other.pidfd)
+
+
+def test_slots_that_the_store_fills_wait_for_it_for_its_mover_and_for_their_readers(process):
+    with processes_of(connection(process, "mover-1", Role.MOVER)) as made:
+        held = made.held(writers("!mover"), {}, OWN_UNTIL_S)
+        assert (pids(made, held), held.until_s) == (sorted([os.getpid(), process.pid]), OWN_UNTIL_S)
+
+
+def test_slots_of_a_worker_over_ray_wait_for_their_deadline(process):
+    with processes_of() as made:
+        held = made.held(writers("ray:job", until_s=55.0), {}, OWN_UNTIL_S)
+        assert (pids(made, held), held.until_s) == ([], 55.0)
+
+
+def test_what_waited_for_processes_of_the_life_before_still_does(process):
+    other = os.pidfd_open(os.getppid())
+    uses = [OldUse("old-writer-0", 66.0, (process.pidfd, other))]
+    with processes_of(old_uses=uses) as made:
+        held = made.held(writers("old-writer-0"), {}, OWN_UNTIL_S)
+        assert (pids(made, held), held.until_s) == (sorted([process.pid, os.getppid()]), 66.0)
+    os.close(other)
+
+
+def test_a_pidfd_whose_number_is_another_process_by_now_is_not_taken(process):
+    number = os.pidfd_open(os.getppid())
+    try:
+        with processes_of(connection(process, pidfd=number)) as made:
+            assert made.held(writers("client-1"), {}, OWN_UNTIL_S).processes == ()
+    finally:
+        os.close(number)
+
+
+def test_a_live_worker_whose_process_cannot_be_named_ends_the_giving(process):
+    with pytest.raises(ConfigError, match="cannot name"), processes_of(connection(process, pidfd=-1)):
+        pass
+
+
+def test_more_processes_than_one_packet_takes_end_the_giving_and_leave_no_descriptor(process, monkeypatch):
+    monkeypatch.setattr(giving, "MOST_DESCRIPTORS", 2)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="more than 2"), processes_of(connection(process)):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before
