@@ -271,3 +271,28 @@ def test_one_that_asks_again_and_reads_nothing_costs_no_memory_for_each_answer(p
             asker.send_multipart([b"", bytes(8)])
         wait_until(lambda: publisher.stats()["num_replays"] == num_asked)
         assert num_resident_bytes() - before < 64 << 20
+
+
+def test_what_is_kept_for_replays_is_bounded_in_bytes_too(publisher, subscribe, monkeypatch):
+    monkeypatch.setattr("kvstore.node.events.publisher._MOST_KEPT_BYTES", 100)
+    subscriber = subscribe(publisher)
+    subscriber.catch_up()
+    for count in range(2, 12):
+        publisher.follow([])
+        subscriber.read_until(lambda count=count: subscriber.next >= count)
+    kept = subscriber.replayed(0)
+    assert 1 < len(kept) < 8
+    assert sum(len(payload) for _, payload in kept) <= 100
+
+
+def test_after_a_round_that_failed_a_subscriber_is_told_all_anew(publisher, subscribe, monkeypatch, wait_until):
+    pool, subscriber = Pool(8), subscribe(publisher)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 * 8))
+    publisher.follow([(pool, "CPU")])
+    wait_until(lambda: publisher.stats()["num_batches"] > 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.node.events.changes.PoolChanges.events", lambda *_: 1 / 0)
+        pool.complete_store(pool.prepare_store(chain.head(4), "writer").write_id, "writer")
+        wait_until(lambda: publisher.stats()["num_failures"])
+    pool.complete_store(pool.prepare_store(chain, "writer").write_id, "writer")
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain))

@@ -206,6 +206,14 @@ def test_a_clearing_reaches_all_shards_and_from_any_of_them_other_stores(shards,
     assert shards.links[1][1].get(SPACE) == 7
 
 
+def test_a_clearing_that_takes_no_block_is_told_with_the_next_message_too(shards):
+    one = shards.link("a", Pool(64, has_roots=True))
+    publish(one)
+    shards.links[0][1].advance(SPACE, 7)
+    publish(one)
+    assert [server.versions.get(SPACE) for server in shards.servers] == [7, 7, 7]
+
+
 def test_a_shard_that_is_away_costs_its_own_chains_only_and_is_filled_again(shards, wait_until):
     pool = Pool(64, has_roots=True)
     one, other = shards.link("a", pool), shards.link("b")
