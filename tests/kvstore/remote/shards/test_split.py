@@ -98,6 +98,7 @@ def test_what_was_told_to_all_is_taken_back_from_all_by_a_tier_that_knows_its_ro
     for part in split.parts:
         part.drain_events()
     tiers[0].evict(8)
+    assert not any(part.drain_events() for part in split.parts), "the other tier has it"
     tiers[1].evict(8)
     assert all((False, chain[1]) in part.drain_events() for part in split.parts)
 
@@ -111,6 +112,7 @@ def test_what_a_full_announcement_told_to_all_is_taken_back_from_all_too():
     split.follow(Residents(*tiers))
     assert all(chain[1] in part.resident_hashes() for part in split.parts)
     tiers[0].evict(8)
+    assert not any(part.drain_events() for part in split.parts), "the other tier has it"
     tiers[1].evict(8)
     assert all((False, chain[1]) in part.drain_events() for part in split.parts)
 
