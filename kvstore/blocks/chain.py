@@ -31,7 +31,8 @@ class BlockHashes(Record, frozen=True):
         start: index in the chain of the first block of the run.
         data: the hashes back to back, 32 bytes each; may be empty.
         root_key: the first four bytes of the hash of the chain's first block, little-endian; 0 where that is not known.
-            At start 0 it is taken from the data. It only chooses a shard of the directory.
+            At start 0 it is taken from the data. It only chooses a shard of the directory, and does not count when runs
+            are compared.
 
     Raises:
         InvalidRequest: a length or type is wrong, or the end of the run does not fit in a message.
@@ -82,6 +83,15 @@ class BlockHashes(Record, frozen=True):
     def namespace_digest(self) -> bytes:
         """The digest of the namespace."""
         return self.namespace
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockHashes):
+            return NotImplemented
+        mine, theirs = (self.namespace, self.parent, self.start), (other.namespace, other.parent, other.start)
+        return mine == theirs and self.data == other.data
+
+    def __hash__(self) -> int:
+        return hash((self.namespace, self.parent, self.start, self.data))
 
     def __len__(self) -> int:
         return len(self.data) // HASH_BYTES

@@ -87,7 +87,8 @@ class NodeCore:
         self._host, self._pid = host, os.getpid()
         #: Held while the node is drained or put back, so that the directory is told the last of the two.
         self.draining = threading.Lock()
-        epoch, versions, mover, threads = secrets.token_bytes(8), NamespaceVersions(), MoverLink(), StoreThreads()
+        epoch, versions, mover = secrets.token_bytes(8), NamespaceVersions(), MoverLink()
+        threads = StoreThreads(config.num_directory_shards)
         disk = DiskTier(config, node_id, lambda: versions.since(0)[1]) if config.disk_path else None
         with contextlib.ExitStack() as undo:
             if disk is not None:

@@ -155,7 +155,7 @@ class BlockIndex:
     ) -> None:
         """Put the blocks of a new claim, given with the hash before each, into its slots; they are being written.
 
-        `root_key` is that of their chain; 0 takes that of the block they hang on, if it is here.
+        `root_key` is that of their chain, as their writer says; see `RootColumn.claimed`.
         """
         space, claimed, num_children = self._open(namespace), run.slots, self.num_children
         if parents[0] == namespace:  # Only the first of a claim can be a chain's first. A lookup may wait for it.

@@ -34,6 +34,8 @@ _RETRY_S = 1.0
 #: Longer than `_RETRY_S`: each try at a directory that does not answer costs a load its time.
 _RETRY_HUNG_S = 5.0
 _HEARTBEAT_S = 5.0
+#: Questions to a shard do not wait for one that has no answer after this time: the threads are those of all shards.
+_HANGS_AFTER_S = 0.5
 #: How long the answer of a lookup may be used instead of asking again, and how many are kept.
 _REMEMBERED_S, _MAX_REMEMBERED = 2.0, 1024
 #: Most nodes taken from one answer of the directory, which has the best nodes first.
@@ -61,7 +63,8 @@ class Hints:
             may not know.
         say_alone: called, without a request, with whether this node is the only one that has blocks (see `is_alone`).
         epoch: this life of the store; the directory distinguishes the connections of different lives by it.
-        is_shard: the directory has other shards, too: batches without news are only sent as heartbeats.
+        is_shard: the directory has other shards, too: batches without news are only sent as heartbeats, and questions
+            do not wait long for others.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class Hints:
         #: Those that are open, which `stop` closes, also one that a caller has just made and not noted yet.
         self._connections: list[ControlClient] = []
         self._ask_lock = threading.Lock()
+        #: When the question was asked that is being answered; infinite if there is none.
+        self._asked_s = math.inf
         #: The directory knew no other node. When another appears, it closes the connection on which it said so.
         self._is_only = False
         self._solitude = Solitude(say_alone)
@@ -159,16 +164,22 @@ class Hints:
 
         Args:
             chain: the run.
-            until_s: the directory is not asked if earlier questions are still being answered at this time.
+            until_s: the directory is not asked if earlier questions are still being answered at this time. A shard is
+                not asked either while it leaves one unanswered for long.
         """
         if self.is_alone():
             return []
-        left_s = max(0.0, until_s - clock.now_s())
+        now_s = clock.now_s()
+        if self._is_shard:
+            until_s = min(until_s, min(self._asked_s, now_s) + _HANGS_AFTER_S)
+        left_s = max(0.0, until_s - now_s)
         if not self._ask_lock.acquire(timeout=left_s if left_s < threading.TIMEOUT_MAX else -1):
             return []
         try:
+            self._asked_s = clock.now_s()
             return self._locate(chain)
         finally:
+            self._asked_s = math.inf
             self._ask_lock.release()
 
     def _locate(self, chain: BlockHashes) -> list[tuple[str, int]]:

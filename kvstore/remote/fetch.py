@@ -242,7 +242,7 @@ class Fetcher:
         hints = remembered = self._hints.recall(rest.hash_at(0))
         if not remembered:
             load.report.num_locate_calls += 1
-            hints = self._hints.locate(rest)
+            hints = self._hints.locate(rest, load.deadline_s)
         found = [node for node, _ in hints if node not in load.tried]
         usable = [node for node in found if self._peers.is_usable(node)]
         if not usable:

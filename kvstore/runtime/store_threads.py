@@ -15,7 +15,7 @@ _MAX_QUEUED = 256
 class Blocking(Enum):
     """Kinds of blocking work, each with the process it waits for. A kind has as many threads as it can use."""
 
-    LOOKUP = "lookup"  # the directory, which takes one question at a time
+    LOOKUP = "lookup"  # the shards of the directory, each of which takes one question at a time
     STATS = "stats"  # the mover
     STAGE = "stage"  # the mover; and peers, to warm up
     SPILL = "spill"  # the mover
@@ -31,10 +31,15 @@ _NUM_THREADS = {
 
 
 class StoreThreads:
-    """Runs blocking work outside the control thread; for any threads. A thread is started when it is needed."""
+    """Runs blocking work outside the control thread; for any threads. A thread is started when it is needed.
 
-    def __init__(self) -> None:
-        self.threads = {kind: ThreadPool(count, f"raykv-{kind.value}") for kind, count in _NUM_THREADS.items()}
+    Args:
+        num_shards: of the directory. Each may hang, with one question, and the others are asked meanwhile.
+    """
+
+    def __init__(self, num_shards: int = 1) -> None:
+        self._num_threads = {**_NUM_THREADS, Blocking.LOOKUP: _NUM_THREADS[Blocking.LOOKUP] + num_shards - 1}
+        self.threads = {kind: ThreadPool(count, f"raykv-{kind.value}") for kind, count in self._num_threads.items()}
         self._lock = threading.Lock()
         self.num_pending = dict.fromkeys(Blocking, 0)
 
@@ -50,7 +55,7 @@ class StoreThreads:
             False when the queue is full, the store ends, or no thread can be started; then it does not run.
         """
         with self._lock:
-            if not is_admitted and self.num_pending[kind] >= _NUM_THREADS[kind] + _MAX_QUEUED:
+            if not is_admitted and self.num_pending[kind] >= self._num_threads[kind] + _MAX_QUEUED:
                 return False
             self.num_pending[kind] += 1
         if self.threads[kind].run(partial(self._run, kind, run)):

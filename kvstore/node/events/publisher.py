@@ -84,7 +84,8 @@ class EventPublisher:
         self._has_to_begin = True
         self._is_woken = self._is_stopping = False
         self._encoder = msgpack.Encoder()
-        self._kept: deque[tuple[bytes, bytes]] = deque()
+        #: Payloads as frames of ZeroMQ: it copies bytes for each subscriber that they wait for, and shares frames.
+        self._kept: deque[tuple[bytes, Any]] = deque()
         self._num_kept_bytes = self._num_batches = self._num_resyncs = self._num_replays = self._num_malformed = 0
         self._guard = Guard(logger, "events: a round of publishing")
         self._thread = threading.Thread(target=self._run, name="raykv-events", daemon=True)
@@ -197,7 +198,7 @@ class EventPublisher:
             self._send(batch)
 
     def _send(self, events: list[Event]) -> None:
-        payload = self._encoder.encode(EventBatch(time.time(), events, 0))
+        payload = self._zmq.Frame(self._encoder.encode(EventBatch(time.time(), events, 0)))
         sequence = self._num_batches.to_bytes(8, "big")
         self._num_batches += 1
         self._kept.append((sequence, payload))
@@ -205,7 +206,7 @@ class EventPublisher:
         while len(self._kept) > _MOST_KEPT or self._num_kept_bytes > _MOST_KEPT_BYTES:
             self._num_kept_bytes -= len(self._kept.popleft()[1])
         # A PUB socket never waits: it drops what a slow subscriber has no room for.
-        self._pub.send_multipart((self._topic, sequence, payload))
+        self._pub.send_multipart((self._topic, sequence, payload), copy=False)
 
     def _replay(self) -> None:
         """Answer one request for old batches; those that a slow reader has no room for are dropped."""
@@ -217,5 +218,5 @@ class EventPublisher:
         self._num_replays += 1
         for sequence, payload in self._kept:
             if sequence >= first:
-                self._router.send_multipart((asker, b"", self._topic, sequence, payload))
+                self._router.send_multipart((asker, b"", self._topic, sequence, payload), copy=False)
         self._router.send_multipart((asker, b"", b"", END_SEQUENCE, b""))

@@ -45,10 +45,11 @@ class RootColumn:
 
         Args:
             index: their slots.
-            root_key: as their writer knows it; 0 takes that of their parent.
+            root_key: as their writer knows it. That of their parent counts instead if it is known here: a writer that
+                is wrong would announce them where nobody asks for their chain.
             parent: hash of the block that they hang on.
             here: slots of blocks by their hashes; the parent may be among them.
         """
         if self._keys is not None:
-            above = [slots[parent] for slots in here if parent in slots] if not root_key else []
-            self._keys[index] = self._keys[above[0]] if above else root_key
+            above = [slots[parent] for slots in here if parent in slots]
+            self._keys[index] = (self.at(above[0]) if above else 0) or root_key

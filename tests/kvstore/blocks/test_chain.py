@@ -113,7 +113,7 @@ def test_each_piece_of_a_chain_knows_the_key_of_its_root():
     key = int.from_bytes(HASHES[0][:4], "little")
     assert CHAIN.root_key == CHAIN.head(1).root_key == CHAIN.tail(3).root_key == CHAIN[1:4][1:].root_key == key
     assert BlockHashes.join(CHAIN.head(2), CHAIN.tail(2)) == CHAIN
-    assert decode_chain(CHAIN.tail(3).encode()) == CHAIN.tail(3)
+    assert decode_chain(CHAIN.tail(3).encode()).root_key == key
     assert CHAIN.head(0).root_key == 0
 
 
@@ -123,6 +123,15 @@ def test_a_run_that_was_made_by_hand_knows_it_only_at_the_start_of_its_chain():
     assert BlockHashes.join(by_hand, CHAIN.tail(2)).root_key == CHAIN.root_key
     assert BlockHashes(NAMESPACE, NAMESPACE, 0, CHAIN.data, 77).root_key == CHAIN.root_key, "the data decide"
     assert BlockHashes(NAMESPACE, HASHES[0], 1, HASHES[1], 77).root_key == 77
+
+
+def test_runs_of_the_same_blocks_are_equal_whether_their_root_is_known_or_not():
+    by_hand = BlockHashes(NAMESPACE, HASHES[0], 1, CHAIN.data[32:])
+    assert by_hand == CHAIN.tail(1)
+    assert {by_hand: 1}[CHAIN.tail(1)] == 1
+    assert decode_chain(by_hand.encode()) == CHAIN.tail(1)
+    assert by_hand != CHAIN.tail(2)
+    assert by_hand != by_hand.data
 
 
 @pytest.mark.parametrize("root_key", [-1, 1 << 32, 1.0, None, True])

@@ -85,7 +85,6 @@ def test_cleared_blocks_are_forgotten_by_the_directory(start, cluster):
     store.save(hashes)
     store.empty_memory()
     wait_until(lambda: located(other, hashes) == {"a": 6})
-    assert other.load(hashes, priority="low").num_peer == 6
     store.core.state.pool_service.clear(hashes.namespace)
     wait_until(lambda: located(other, hashes) == {})
     assert other.load(hashes).num_blocks == 0
@@ -212,7 +211,6 @@ def test_a_drained_node_gives_from_its_disk_until_it_is_closed(start, cluster):
     store.save(hashes)
     store.empty_memory()
     wait_until(lambda: located(other, hashes) == {"a": 6})
-    assert other.load(hashes, priority="low").num_peer == 6
     store.core.drain(0.1)
     wait_until(lambda: located(other, hashes) == {})
     assert other.load(hashes).num_blocks == 0

@@ -376,7 +376,7 @@ def test_a_load_takes_nothing_stored_after_a_clearing_that_came_between(cluster,
     hints = cluster.nodes["b"].state.hints
     locate = hints.locate
 
-    def locate_after_new_weights(chain):
+    def locate_after_new_weights(chain, until_s):
         for core in cluster.nodes.values():
             core.state.pool_service.clear(cluster.space.digest, 1)
         one.save(hashes, range(3))

@@ -113,7 +113,7 @@ def test_slots_are_claimed_while_the_peer_is_asked(cluster, monkeypatch):
 def test_a_hint_of_another_length_costs_nothing_but_the_claim(cluster, monkeypatch, num_hinted):
     one, two, _ = nodes(cluster)
     hashes = cluster.hashes(6)
-    monkeypatch.setattr(Hints, "locate", lambda hints, chain: [("a", num_hinted)])
+    monkeypatch.setattr(Hints, "locate", lambda hints, chain, until_s: [("a", num_hinted)])
     seen = slots_claimed_while_asking(cluster, monkeypatch)
     result = two.load(hashes, range(6))
     assert (result.num_blocks, result.num_peer, result.failed[0].reason) == (4, 4, MissReason.NOT_FOUND)

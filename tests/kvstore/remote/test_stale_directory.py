@@ -20,7 +20,7 @@ def stale(cluster, monkeypatch):
 
     def evict(num_kept):
         assert max(count for _, count in two.client.lookup(hashes).nodes) == 6
-        monkeypatch.setattr(Hints, "locate", lambda hints, chain: [("a", 6)])
+        monkeypatch.setattr(Hints, "locate", lambda hints, chain, until_s: [("a", 6)])
         pin = one.client.pin(hashes[:num_kept]) if num_kept else None
         others = cluster.hashes(num_slots - num_kept, seed=9)
         assert one.save(others, range(len(others))).num_written == len(others)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 
 import pytest
@@ -10,6 +12,7 @@ zmq = pytest.importorskip("zmq")
 
 from event_subscriber import SOON_S, Subscriber  # noqa: E402
 
+from kvstore.blocks.chain import BlockHashes  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
 from kvstore.node.events.publisher import EventPublisher  # noqa: E402
 from kvstore.pool.pool import Pool  # noqa: E402
@@ -54,6 +57,11 @@ def chains(cluster, count):
 def save(core, *runs):
     for run in runs:
         core.worker.save(run, range(len(run)))
+
+
+def num_resident_bytes():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def agree(subscriber, core, runs):
@@ -245,3 +253,46 @@ def test_what_is_kept_for_replays_is_bounded(publisher, subscribe, monkeypatch):
     kept = [number for number, _ in subscriber.replayed(0)]
     assert len(kept) == publisher.stats()["num_kept"] == 3
     assert kept[-1] == subscriber.next - 1
+
+
+def test_one_that_asks_again_and_reads_nothing_costs_no_memory_for_each_answer(publisher, wait_until):
+    pool = Pool(1 << 15)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 << 15))
+    pool.complete_store(pool.prepare_store(chain, "writer").write_id, "writer")
+    for count in range(1, 9):
+        publisher.follow([(pool, "CPU")])
+        wait_until(lambda count=count: publisher.stats()["num_batches"] > 8 * count)
+    before, num_asked = num_resident_bytes(), 40  # Each answer has 8 MiB.
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
+        for name, value in {"LINGER": 0, "RCVHWM": 1, "RCVBUF": 4096}.items():
+            asker.setsockopt(getattr(zmq, name), value)
+        asker.connect(publisher.stats()["replay_endpoint"])
+        for _ in range(num_asked):
+            asker.send_multipart([b"", bytes(8)])
+        wait_until(lambda: publisher.stats()["num_replays"] == num_asked)
+        assert num_resident_bytes() - before < 64 << 20
+
+
+def test_what_is_kept_for_replays_is_bounded_in_bytes_too(publisher, subscribe, monkeypatch):
+    monkeypatch.setattr("kvstore.node.events.publisher._MOST_KEPT_BYTES", 100)
+    subscriber = subscribe(publisher)
+    subscriber.catch_up()
+    for count in range(2, 12):
+        publisher.follow([])
+        subscriber.read_until(lambda count=count: subscriber.next >= count)
+    kept = subscriber.replayed(0)
+    assert 1 < len(kept) < 8
+    assert sum(len(payload) for _, payload in kept) <= 100
+
+
+def test_after_a_round_that_failed_a_subscriber_is_told_all_anew(publisher, subscribe, monkeypatch, wait_until):
+    pool, subscriber = Pool(8), subscribe(publisher)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 * 8))
+    publisher.follow([(pool, "CPU")])
+    wait_until(lambda: publisher.stats()["num_batches"] > 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.node.events.changes.PoolChanges.events", lambda *_: 1 / 0)
+        pool.complete_store(pool.prepare_store(chain.head(4), "writer").write_id, "writer")
+        wait_until(lambda: publisher.stats()["num_failures"])
+    pool.complete_store(pool.prepare_store(chain, "writer").write_id, "writer")
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain))

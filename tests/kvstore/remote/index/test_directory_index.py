@@ -378,3 +378,16 @@ def test_of_a_chain_that_has_no_room_the_end_is_left_out():
     index, hashes = DirectoryIndex(max_entries=50), [random.Random(n).randbytes(32) for n in range(100)]
     index.add("a", hashes)
     assert index.locate(hashes) == [("a", 50)]
+
+
+def test_long_prompts_are_located_while_the_table_is_moved():
+    index, rng = DirectoryIndex(), random.Random(1)
+    prompt, lengths, num_moving = [rng.randbytes(32) for _ in range(500)], set(), 0
+    index.add("a", prompt)
+    index.add("b", prompt[:77])
+    while num_moving < 20:
+        index.add("c", [rng.randbytes(32) for _ in range(20)])
+        num_moving += index.is_sweeping
+        lengths.add(tuple(index.locate(prompt)))
+    assert lengths == {(("a", 500), ("b", 77))}
+    assert index.num_walked == 0

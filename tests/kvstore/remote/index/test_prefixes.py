@@ -37,6 +37,11 @@ def test_holders_without_holes_are_found_as_a_walk_finds_them(count, lengths):
     assert probed(held, count)[0] == walked(held, count)
 
 
+def test_a_holder_without_the_first_block_is_no_hole():
+    tail, prefix = set(range(200, 900)), set(range(300))
+    assert probed([tail, prefix], 1000)[0] == {1: 300}
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 499, 500, 998, 999, 1000])
 def test_a_thousand_blocks_take_a_dozen_probes(length):
     found, num_probes = probed([set(range(length))], 1000)

@@ -15,6 +15,8 @@ from kvstore.remote.directory import DirectoryServer
 from kvstore.remote.shards.links import link_to_directory
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.framing import Op
+from kvstore.runtime import clock
+from kvstore.runtime.store_threads import Blocking
 
 SPACE = b"n" * 32
 NUM_SHARDS = 3
@@ -107,6 +109,60 @@ def test_a_run_whose_root_is_not_known_is_asked_of_all_shards(shards):
     assert shards.num_asked() == [1, 1, 1]
 
 
+class Hanging:
+    """A shard that leaves questions unanswered until it is let go, like one that was suspended."""
+
+    def __init__(self, server: DirectoryServer) -> None:
+        self.is_asked, self.goes_on, self._locate = threading.Event(), threading.Event(), server.index.locate
+        self._index, server.index.locate = server.index, self
+
+    def __call__(self, hashes):
+        self.is_asked.set()
+        assert self.goes_on.wait(100)
+        return self._locate(hashes)
+
+    def let_go(self) -> None:
+        self._index.locate = self._locate
+        self.goes_on.set()
+
+
+def test_a_shard_that_hangs_keeps_one_question_and_no_lookup_waits_behind_it(cluster, wait_until):
+    """Else lookups of its chains would take all threads, and those of other shards would wait for one."""
+    cluster.more_shards.append(DirectoryServer("127.0.0.1", settle_s=0.0))
+    nodes = [cluster.add(node, num_directory_shards=2, call_timeout_s=100.0) for node in "ab"]
+    one, two = cluster.worker("a", seed=1), cluster.worker("b", seed=2)
+    chains = [cluster.hashes(4, seed) for seed in range(40)]
+    fine, *_ = [chain for chain in chains if chain.root_key % 2 == 0]
+    one.save(fine, range(4))
+    shard = Hanging(cluster.more_shards[0])
+    asking = [
+        threading.Thread(target=two.client.lookup, args=(chain,), daemon=True)
+        for chain in chains if chain.root_key % 2 == 1
+    ]  # fmt: skip
+    assert len(asking) > 8
+    try:
+        asking[0].start()
+        assert shard.is_asked.wait(10)
+        for each in asking[1:]:
+            each.start()
+        wait_until(lambda: sum(each.is_alive() for each in asking) == 1)
+        assert two.client.lookup(fine).num_blocks == 4
+        wait_until(lambda: nodes[1].state.threads.num_pending[Blocking.LOOKUP] == 1)
+    finally:
+        shard.let_go()
+        for each in asking:
+            each.join(10)
+
+
+def test_a_run_without_root_asks_no_more_shards_when_its_time_is_over(shards):
+    one, run = shards.link("a", Pool(64, has_roots=True)), BlockHashes(SPACE, b"p" * 32, 4, b"h" * 32)
+    shards.link("b", Pool(64, has_roots=True))
+    assert one.locate(run, clock.now_s()) == []
+    assert sum(shards.num_asked()) == 0
+    assert one.locate(run, clock.now_s() + 10) == []
+    assert shards.num_asked() == [1] * NUM_SHARDS
+
+
 def test_a_save_sends_a_message_to_its_shard_and_none_to_the_others(shards, wait_until):
     pool = Pool(64, has_roots=True)
     one = shards.link("a", pool)
@@ -148,6 +204,14 @@ def test_a_clearing_reaches_all_shards_and_from_any_of_them_other_stores(shards,
     assert [server.versions.get(SPACE) for server in shards.servers] == [7, 7, 7]
     shards.link("b")
     assert shards.links[1][1].get(SPACE) == 7
+
+
+def test_a_clearing_that_takes_no_block_is_told_with_the_next_message_too(shards):
+    one = shards.link("a", Pool(64, has_roots=True))
+    publish(one)
+    shards.links[0][1].advance(SPACE, 7)
+    publish(one)
+    assert [server.versions.get(SPACE) for server in shards.servers] == [7, 7, 7]
 
 
 def test_a_shard_that_is_away_costs_its_own_chains_only_and_is_filled_again(shards, wait_until):

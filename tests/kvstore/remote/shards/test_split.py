@@ -98,8 +98,35 @@ def test_what_was_told_to_all_is_taken_back_from_all_by_a_tier_that_knows_its_ro
     for part in split.parts:
         part.drain_events()
     tiers[0].evict(8)
+    assert not any(part.drain_events() for part in split.parts), "the other tier has it"
     tiers[1].evict(8)
     assert all((False, chain[1]) in part.drain_events() for part in split.parts)
+
+
+def test_what_a_full_announcement_told_to_all_is_taken_back_from_all_too():
+    tiers, split, chain = [Pool(8, has_roots=True), Pool(8, has_roots=True)], Split(NUM_SHARDS), chain_of(1, 2)
+    put(tiers[0], BlockHashes(SPACE, chain[0], 1, chain.data[32:]), needs_parent=False)
+    put(tiers[1], chain)
+    for tier in tiers:
+        tier.drain_events()
+    split.follow(Residents(*tiers))
+    assert all(chain[1] in part.resident_hashes() for part in split.parts)
+    tiers[0].evict(8)
+    assert not any(part.drain_events() for part in split.parts), "the other tier has it"
+    tiers[1].evict(8)
+    assert all((False, chain[1]) in part.drain_events() for part in split.parts)
+
+
+def test_changes_before_a_full_announcement_are_in_it_and_not_told_again():
+    pool, split, chain = Pool(8, has_roots=True), Split(NUM_SHARDS), chain_of(1, 2)
+    split.follow(pool)
+    put(pool, chain)
+    [mine] = [part for part in split.parts if part.resident_hashes()]
+    assert mine.drain_events() == []
+    put(pool, chain_of(1, 3))
+    split.parts[0].drain_events()
+    assert mine.resident_hashes() == chain_of(1, 3).hashes(), "what another part took over is in it"
+    assert mine.drain_events() == []
 
 
 def test_changes_that_a_link_does_not_take_are_kept_up_to_a_number_and_then_a_snapshot_is_wanted():
@@ -127,6 +154,21 @@ def test_after_a_snapshot_of_one_part_the_others_still_have_their_changes():
     assert [own for _, own in split.parts[mine].drain_events()] == chain.hashes()
 
 
+def test_after_lost_changes_a_block_that_was_told_to_all_is_told_to_its_shard_alone_when_its_root_is_known():
+    pool, split, chain = Pool(8, has_roots=True), Split(NUM_SHARDS), chain_of(1, 2)
+    split.follow(pool)
+    put(pool, BlockHashes(SPACE, chain[0], 1, chain.data[32:]), needs_parent=False)
+    assert all(part.drain_events() for part in split.parts)
+    pool.table.index.events.max_hashes = 0
+    pool.evict(8)
+    assert [part.drain_events() for part in split.parts] == [None] * NUM_SHARDS
+    assert [part.resident_hashes() for part in split.parts] == [[]] * NUM_SHARDS
+    pool.table.index.events.max_hashes = 100
+    put(pool, chain)
+    told = [part.drain_events() for part in split.parts]
+    assert [len(each) for each in told] == [2 * (number == chain.root_key % NUM_SHARDS) for number in range(NUM_SHARDS)]
+
+
 def test_without_blocks_no_part_has_any():
     split = Split(NUM_SHARDS)
     assert split.parts[0].drain_events() == split.parts[0].resident_hashes() == []
@@ -145,6 +187,13 @@ class TestRootKeys:
         by_hand = BlockHashes(SPACE, chain[5], 6, chain.data[6 * 32 :])
         assert by_hand.root_key == 0
         put(pool, by_hand)
+        [(hashes, roots)] = pool.resident_rooted()
+        assert (hashes, roots.tolist()) == (chain.hashes(), [chain.root_key] * 9)
+
+    def test_a_block_behind_others_has_their_key_whatever_its_writer_says(self):
+        pool, chain = Pool(16, has_roots=True), chain_of(3, 9)
+        put(pool, chain.head(3))
+        put(pool, BlockHashes(SPACE, chain[2], 3, chain.data[3 * 32 :], chain.root_key ^ 1))
         [(hashes, roots)] = pool.resident_rooted()
         assert (hashes, roots.tolist()) == (chain.hashes(), [chain.root_key] * 9)
 
