@@ -242,7 +242,7 @@ def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float)
 
 
 def _by_node(problems: dict[str, str]) -> str:
-    return "; ".join(f"node {node[:12]}: {text}" for node, text in sorted(problems.items())) or "no node says why"
+    return "; ".join(f"node {node}: {text}" for node, text in sorted(problems.items())) or "no node says why"
 
 
 def check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
