@@ -115,7 +115,7 @@ def plain_nodes(config: StoreConfig, num_nodes: int = 2, timeout_s: float = 60.0
             node.ask("know", timeout_s, addresses)
         for node in nodes:
             if not node.ask("ready", max(1.0, deadline_s - time.monotonic())):
-                raise StoreUnavailable(f"the mover of node {node.node_id} did not get ready within {timeout_s} s")
+                raise StoreUnavailable(f"node {node.node_id} had no mover and directory within {timeout_s} s")
         yield nodes
     finally:
         for node in nodes:
@@ -174,7 +174,8 @@ def _run_store(node_id: str, config: StoreConfig) -> None:
     answers: dict[str, Callable[[Any], Any]] = {
         "where": lambda _: {"control_path": core.control_path, "address": [where.host, where.port, where.token]},
         "know": known.update,
-        "ready": lambda _: core.state.mover.wait_ready(60.0),
+        # Until it has met the directory, what is saved here may not be found elsewhere.
+        "ready": lambda _: core.state.mover.wait_ready(60.0) and core.state.hints.has_met.wait(60.0),
         "stats": lambda _: core.stats(),
         "pids": lambda _: {"store": os.getpid(), "mover": core.state.mover.pid},
     }

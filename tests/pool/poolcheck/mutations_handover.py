@@ -125,7 +125,7 @@ HANDOVER: tuple[Mutant, ...] = (
         "old blocks without the directory",
         "ours: a clearing between two lives is lost",
         OLD_LIFE,
-        "        if not state.hints.has_met.is_set():\n",
+        "        if not has_met:\n",
         "        if False:\n",
         f"{NEXT_LIFE}::test_without_the_directory_nothing_is_kept",
     ),
