@@ -58,6 +58,10 @@ class WindowModel(RuleBasedStateMachine):
     def first_needed(self, num_tokens):
         return max(0, num_tokens // self.page_size * self.page_size - self.window_tokens + 1) // self.page_size
 
+    def first_kept(self, num_tokens):
+        """A request has what its last token sees: that token may be computed again for its logits."""
+        return max(0, num_tokens // self.page_size * self.page_size - self.window_tokens) // self.page_size
+
     def is_usable(self, tokens, num_pages):
         needed = range(self.first_needed(num_pages * self.page_size), num_pages)
         return all(self.name(tokens, page) in self.present for page in needed)
@@ -102,7 +106,7 @@ class WindowModel(RuleBasedStateMachine):
 
     def extend_by(self, request, num_tokens, *, brings=False):
         start, end = self.num_pages(request.num_tokens), self.num_pages(request.num_tokens + num_tokens)
-        first = max(start, self.first_needed(request.num_tokens + num_tokens)) if brings else start
+        first = max(start, self.first_kept(request.num_tokens + num_tokens)) if brings else start
         can = self.room(end - start, max(0, end - first))
         try:
             if brings:
@@ -145,7 +149,7 @@ class WindowModel(RuleBasedStateMachine):
 
     def trim_up_to(self, request, num_tokens):
         request.trim_windows(num_tokens)
-        live, first = self.live[request], self.first_needed(num_tokens)
+        live, first = self.live[request], self.first_kept(num_tokens)
         live.own = {page for page in live.own if page >= first}
 
     @call(request=requests, completes=st.booleans())

@@ -125,8 +125,8 @@ HANDOVER: tuple[Mutant, ...] = (
         "old blocks without the directory",
         "ours: a clearing between two lives is lost",
         OLD_LIFE,
-        "        if not has_met:\n",
-        "        if False:\n",
+        "        if why:\n            for namespace",
+        "        if False:\n            for namespace",
         f"{NEXT_LIFE}::test_without_the_directory_nothing_is_kept",
     ),
 )
