@@ -106,7 +106,8 @@ class WindowModel(RuleBasedStateMachine):
 
     def extend_by(self, request, num_tokens, *, brings=False):
         start, end = self.num_pages(request.num_tokens), self.num_pages(request.num_tokens + num_tokens)
-        first = max(start, self.first_kept(request.num_tokens + num_tokens)) if brings else start
+        kept, is_part = self.first_kept(request.num_tokens + num_tokens), request.num_tokens % self.page_size > 0
+        first = max(start, kept) if brings else start
         can = self.room(end - start, max(0, end - first))
         try:
             if brings:
@@ -118,7 +119,10 @@ class WindowModel(RuleBasedStateMachine):
             assert not can
             return
         assert can
-        self.live[request].own |= set(range(first, end))
+        own = self.live[request].own
+        own |= set(range(first, end))
+        if brings and num_tokens and is_part and start - 1 < kept:
+            own.discard(start - 1)  # Nobody brings what is missing of it.
 
     @call(request=requests, data=st.data())
     def insert(self, request, data):
