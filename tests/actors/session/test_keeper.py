@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
 
@@ -55,6 +56,15 @@ def test_what_is_not_done_in_time_is_undone_afterwards_and_waited_for():
     assert undone == [1]
 
 
+@pytest.fixture
+def _interruptible():
+    """A shell starts what runs in its background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_what_is_interrupted_has_been_undone_when_the_interrupt_is_raised():
     undone = []
 
