@@ -21,7 +21,7 @@ _LOOK_S = 0.5
 class Holder:
     """Takes one parcel from the old store, and gives it to the first process that asks afterwards.
 
-    So two stores never have one arena: who takes it is told whose end to wait for.
+    So two stores never have one arena: the process that takes it is told which processes must have ended first.
 
     Args:
         path: of its socket, from `handover_path`; replaces the file of a holder that was killed.

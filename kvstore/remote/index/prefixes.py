@@ -21,7 +21,7 @@ def cuts_of(count: int, holders: Callable[[int], int], most_probes: int = MOST_P
 
     Args:
         count: number of blocks, at least 1.
-        holders: returns who has a block, by its number, as an integer with a bit for each.
+        holders: returns the lives that have a block, by its number, as an integer with a bit for each.
         most_probes: calls of `holders` at most.
 
     Returns:

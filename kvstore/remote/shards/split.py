@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.pool.events.log import RootedChange
 from kvstore.pool.events.roots import RootKeys
 
-#: A full announcement replaces more changes than this, whoever keeps them.
+#: More changes than this, in the pool and in the split, are replaced by a full announcement.
 MOST_KEPT = 1 << 17
 
 
