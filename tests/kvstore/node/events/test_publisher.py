@@ -289,7 +289,9 @@ def test_after_a_round_that_failed_a_subscriber_is_told_all_anew(publisher, subs
     pool, subscriber = Pool(8), subscribe(publisher)
     chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 * 8))
     publisher.follow([(pool, "CPU")])
-    wait_until(lambda: publisher.stats()["num_batches"] > 1)
+    # What it publishes shows that its first round is over, so the next one has changes only.
+    pool.complete_store(pool.prepare_store(chain.head(2), "writer").write_id, "writer")
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain.head(2)))
     with monkeypatch.context() as patch:
         patch.setattr("kvstore.node.events.changes.PoolChanges.events", lambda *_: 1 / 0)
         pool.complete_store(pool.prepare_store(chain.head(4), "writer").write_id, "writer")
