@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-
-import pytest
 
 from kvstore.node.handover.processes import OldProcesses, OldUse, end, has_ended, pid_of
 from kvstore.runtime import clock
-
-
-@pytest.fixture
-def process():
-    made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    made.pidfd = os.pidfd_open(made.pid)
-    yield made
-    made.kill()
-    made.wait(10)
 
 
 def test_a_process_has_ended_when_it_is_killed_and_not_while_it_is_stopped(process):
@@ -29,7 +16,6 @@ def test_a_process_has_ended_when_it_is_killed_and_not_while_it_is_stopped(proce
     assert not has_ended(process.pidfd, 0.2)
     os.kill(process.pid, signal.SIGKILL)
     assert has_ended(process.pidfd, 10.0)
-    os.close(process.pidfd)
 
 
 def test_one_that_does_not_end_is_killed(process):
@@ -37,7 +23,6 @@ def test_one_that_does_not_end_is_killed(process):
     assert end(process.pidfd, 0.1, 10.0)
     assert process.wait(10) == -signal.SIGKILL
     assert end(process.pidfd, 0.0, 0.0)
-    os.close(process.pidfd)
 
 
 def test_a_pidfd_tells_its_process_and_another_file_tells_none(process):
@@ -47,18 +32,19 @@ def test_a_pidfd_tells_its_process_and_another_file_tells_none(process):
     process.kill()
     process.wait(10)
     assert pid_of(process.pidfd) == -1
-    os.close(process.pidfd)
-    assert pid_of(process.pidfd) is None
+    closed = os.dup(process.pidfd)
+    os.close(closed)
+    assert pid_of(closed) is None
 
 
 def test_slots_are_free_after_their_time_and_the_end_of_all_their_processes(process, wait_until):
     released, now_s = [], clock.now_s()
-    own = os.pidfd_open(os.getpid())
+    pidfd, own = os.dup(process.pidfd), os.pidfd_open(os.getpid())
     uses = [
-        OldUse("over", 0.0, ()), OldUse("later", now_s + 1.5, ()), OldUse("process", 0.0, (process.pidfd,)),
-        OldUse("both", 0.0, (process.pidfd, own)),
+        OldUse("over", 0.0, ()), OldUse("later", now_s + 1.5, ()), OldUse("process", 0.0, (pidfd,)),
+        OldUse("both", 0.0, (pidfd, own)),
     ]  # fmt: skip
-    old = OldProcesses((process.pidfd, own), uses, released.append)
+    old = OldProcesses((pidfd, own), uses, released.append)
     old.start()
     wait_until(lambda: released == ["over"])
     wait_until(lambda: released == ["over", "later"])

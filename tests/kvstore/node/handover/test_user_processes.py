@@ -21,16 +21,6 @@ from kvstore.rpc.connection import Role
 OWN_UNTIL_S = 77.0
 
 
-@pytest.fixture
-def process():
-    made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    made.pidfd = os.pidfd_open(made.pid)
-    yield made
-    made.kill()
-    made.wait(10)
-    os.close(made.pidfd)
-
-
 def connection(process, owner="client-1", role=Role.CLIENT, pidfd=None):
     pidfd = process.pidfd if pidfd is None else pidfd
     return SimpleNamespace(role=role, owner=owner, pid=process.pid, pidfd=pidfd, ended=False)
