@@ -69,6 +69,8 @@ class LearnedReuse:
         # The same memory, for all slots of a chain at once.
         self._stamps, self._classes = np.frombuffer(self.stamp, np.int64), np.frombuffer(self._class, np.uint8)
         self._times_s = np.frombuffer(self._touched_s, np.float64)
+        # What `blocks` knows of each slot's block. A touch that is no use asks only this, in slices.
+        self._used_s = np.full(num_slots, -np.inf)
         self._num_touches = 0
         self._logs = tuple(TouchLog(self.stamp) for _ in range(NUM_CLASSES))
         #: How often a slot came back to a place that its log had passed.
@@ -82,31 +84,40 @@ class LearnedReuse:
 
     def claimed(self, slots: SlotList, hashes: Sequence[bytes]) -> None:
         """Note the first use of new blocks, and the reuse of blocks that were evicted not too long ago."""
-        self._use(self.blocks.claimed(slots, hashes), USE_GAP_S, self._now_s())
+        now_s, rows = self._now_s(), self.blocks.claimed(slots, hashes)
+        self.ages.advance(now_s)
+        self._use(rows, USE_GAP_S, now_s)
+        self._note(slots, rows)
 
     def touched(self, slots: SlotList, *, is_use: bool) -> int:
         """Make the slots of a chain the most recent of their classes; blocks that are used change their class."""
         self._num_touches = stamp = self._num_touches + 1
         if not len(slots):
             return stamp
-        rows, now_s = self.blocks.rows_of(slots), self._now_s()
-        self._use(rows, USE_GAP_S if is_use else SAVE_GAP_S, now_s)
-        self._stamps[slots.index], self._times_s[slots.index] = stamp, now_s
-        self._classes[slots.index] = classes = self.blocks.uses[rows] - 1
-        numbers, first = ints_in(slots.packed), int(classes[0])
-        is_first = classes == first
-        if is_first.all():
-            self._logs[first].add(stamp, numbers)
+        index, now_s, gap_s = slots.index, self._now_s(), USE_GAP_S if is_use else SAVE_GAP_S
+        self.ages.advance(now_s)
+        if now_s - np.minimum.reduce(self._used_s[index]) >= gap_s:  # Otherwise none of them is used.
+            rows = self.blocks.rows_of(slots)
+            self._use(rows, gap_s, now_s)
+            self._note(slots, rows)
+        self._stamps[index], self._times_s[index] = stamp, now_s
+        classes, numbers = self._classes[index], ints_in(slots.packed)
+        packed = classes.tobytes()
+        if packed == packed[:1] * len(packed):  # Much faster than with NumPy.
+            self._logs[packed[0]].add(stamp, numbers)
         else:
             for number, log in enumerate(self._logs):
                 if len(mine := numbers[classes == number]):
                     log.add(stamp, mine)
         return stamp
 
+    def _note(self, slots: SlotList, rows: Rows) -> None:
+        """Keep the class of slots, and when each was used, as `blocks` has them."""
+        self._used_s[slots.index], self._classes[slots.index] = self.blocks.times_s[rows], self.blocks.uses[rows] - 1
+
     def _use(self, rows: Rows, gap_s: float, now_s: float) -> None:
         """Note a use of blocks, except of those whose last use is less than `gap_s` ago."""
         blocks = self.blocks
-        self.ages.advance(now_s)
         ages_s = now_s - blocks.times_s[rows]
         is_used = ages_s >= gap_s
         if not is_used.all():
@@ -193,7 +204,9 @@ class LearnedReuse:
 
     def recall_uses(self, slots: SlotList, uses: npt.NDArray[np.uint8]) -> None:
         """Take over the uses of blocks; the touch that follows puts each into the log of its class."""
-        self.blocks.uses[self.blocks.rows_of(slots)] = np.maximum(uses, 1)
+        rows = self.blocks.rows_of(slots)
+        self.blocks.uses[rows] = np.maximum(uses, 1)
+        self._note(slots, rows)
 
     def recall_times(
         self, slots: SlotList, used_s: npt.NDArray[np.float64], touched_s: npt.NDArray[np.float64]
@@ -204,6 +217,7 @@ class LearnedReuse:
         times_s = np.where(is_known, np.minimum(touched_s, now_s), times_s)
         self._times_s[slots.index] = times_s
         self.blocks.times_s[rows[is_known]] = np.minimum(used_s[is_known], now_s)
+        self._note(slots, rows)
 
     def check(self, evictable: set[int]) -> None:
         """Assert that every evictable slot has a place, and that logs and blocks are consistent."""
@@ -212,4 +226,8 @@ class LearnedReuse:
             mine = log.check()
             placed |= {slot for slot in mine if self._class[slot] == number}
         self.blocks.check()
+        slots = np.flatnonzero(self._stamps)
+        uses, used_s, _ = self.history(slots)
+        assert (self._used_s[slots] == used_s).all(), "times of uses"
+        assert (self._classes[slots] == uses - 1).all(), "classes"
         assert evictable <= placed, f"slots {sorted(evictable - placed)} could be evicted but never come up"

@@ -59,13 +59,22 @@ EVICTION_POLICIES = (
         ":\n",
         f"{LEARNED_RULES}::test_until_enough_was_used_again_lru_decides",
     ),
+    Mutant(
+        name="a retry is a use",
+        source="ours: each prompt looks as if it came again at once",
+        patches=(
+            Patch(LEARNED, "        is_used = ages_s >= gap_s\n", "        is_used = ages_s >= 0.0\n"),
+            Patch(LEARNED, "(self._used_s[index]) >= gap_s:", "(self._used_s[index]) >= 0.0:"),
+        ),
+        tests=(f"{LEARNED_RULES}::test_all_that_one_prompt_does_within_a_second_is_one_use",),
+    ),
     bug(
-        "a retry is a use",
-        "ours: each prompt looks as if it came again at once",
+        "a retry of one is a use of all",
+        "ours: a prompt with a new end looks as if all of it came again at once",
         LEARNED,
         "        is_used = ages_s >= gap_s\n",
         "        is_used = ages_s >= 0.0\n",
-        f"{LEARNED_RULES}::test_all_that_one_prompt_does_within_a_second_is_one_use",
+        LEARNED_MODEL,
     ),
     bug(
         "a save after its load is a use",
@@ -83,19 +92,29 @@ EVICTION_POLICIES = (
         "                if hazard < least[0]:\n",
         f"{LEARNED_RULES}::test_unlearned_it_evicts_in_the_order_of_lru",
     ),
-    Mutant(
-        name="the class before the use",
-        source="ours: a column that was read before it changed",
-        patches=(
-            Patch(
-                LEARNED,
-                "        self._use(rows, USE_GAP_S if is_use else SAVE_GAP_S, now_s)\n",
-                "        before = self.blocks.uses[rows]\n"
-                "        self._use(rows, USE_GAP_S if is_use else SAVE_GAP_S, now_s)\n",
-            ),
-            Patch(LEARNED, "classes = self.blocks.uses[rows] - 1\n", "classes = before - 1\n"),
-        ),
-        tests=(LEARNED_MODEL,),
+    bug(
+        "the class before the use",
+        "ours: a column that was read before it changed",
+        LEARNED,
+        "        self._use(rows, USE_GAP_S, now_s)\n        self._note(slots, rows)\n",
+        "        self._note(slots, rows)\n        self._use(rows, USE_GAP_S, now_s)\n",
+        LEARNED_MODEL,
+    ),
+    bug(
+        "the class before the reuse",
+        "ours: a column that was read before it changed",
+        LEARNED,
+        "            self._use(rows, gap_s, now_s)\n            self._note(slots, rows)\n",
+        "            self._note(slots, rows)\n            self._use(rows, gap_s, now_s)\n",
+        LEARNED_MODEL,
+    ),
+    bug(
+        "the youngest use speaks for all",
+        "ours: blocks that are used again with newer ones are not counted",
+        LEARNED,
+        "np.minimum.reduce(self._used_s[index])",
+        "np.maximum.reduce(self._used_s[index])",
+        LEARNED_MODEL,
     ),
     bug(
         "only the first class comes up again",
