@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -100,7 +101,7 @@ class Fleet:
         """Kill a client with SIGKILL, and start its next life once it is gone."""
         entry = self._clients[client]
         entry.expected_to_die = True
-        signal.pidfd_send_signal(entry.pidfd, signal.SIGKILL)
+        _send(entry.pidfd, signal.SIGKILL)
         entry.process.join(_START_S)
         self._forget(client)
         self.start(client, entry.life + 1, entry.rank)
@@ -108,13 +109,14 @@ class Fleet:
     def stop_for(self, client: int, seconds: float) -> None:
         """Stop a client and let it go on."""
         pidfd = self._clients[client].pidfd
-        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        _send(pidfd, signal.SIGSTOP)
         time.sleep(seconds)
-        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+        _send(pidfd, signal.SIGCONT)
 
     def shake(self, client: int, seconds: float) -> None:
         """Stop a client and let it go on, again and again."""
-        shake(self._clients[client].pidfd, seconds)
+        with contextlib.suppress(ProcessLookupError):
+            shake(self._clients[client].pidfd, seconds)
 
     def num_done_by_all(self) -> int:
         """Return how many operations the present lives of all clients have ended."""
@@ -141,7 +143,7 @@ class Fleet:
         """End every client and the collecting thread; may be called again."""
         for client, entry in list(self._clients.items()):
             entry.expected_to_die = True
-            signal.pidfd_send_signal(entry.pidfd, signal.SIGKILL)
+            _send(entry.pidfd, signal.SIGKILL)
             entry.process.join(_START_S)
             self._forget(client)
         self._stopping.set()
@@ -198,6 +200,12 @@ class Fleet:
             self.counts.update(counts)
             for verb, seconds in slowest_s.items():
                 self.slowest_s[verb] = max(seconds, self.slowest_s.get(verb, 0.0))
+
+
+def _send(pidfd: int, number: signal.Signals) -> None:
+    """Send a signal to a process, which may have ended by itself: that is a finding, and the soak goes on."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, number)
 
 
 def shake(pidfd: int, seconds: float) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 #: Longer than any one operation may take, its process not being stopped: all its timeouts one after the other.
 OPERATION_S = 30.0
-#: How long a client may find no store to talk to, after which something did not come back.
-REOPEN_S = 40.0
+#: How long a client may find no store to talk to, after which something did not come back: longer than `RECOVERY_S` in
+#: tests/soak/run.py, which tells what.
+REOPEN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
