@@ -18,7 +18,7 @@ from kvstore.bounds import MIN_BLOCK_BYTES, check_endpoint, clip
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 #: Names of eviction policies, the default first; kvstore.pool.eviction.make has the policies.
 EVICTION_POLICIES = ("learned", "lru")

@@ -189,9 +189,9 @@ class NodeCore:
         # Of the two that say this, the later one knows both tiers.
         with self.draining:
             self._announce(pool)
-        # A namespace may have been cleared while this node was away: until the directory has said so, its blocks on
-        # disk are not found.
-        while not self.state.hints.has_met.wait(_LOOK_AGAIN_S):
+        # A namespace may have been cleared while this node was away: until the directory knows what others have heard,
+        # and has said so, its blocks on disk are not found.
+        while not self.state.hints.knows_clearings.wait(_LOOK_AGAIN_S):
             if self.state.pool_service.is_ending:
                 return
         disk.admit_old()

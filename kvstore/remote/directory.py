@@ -21,7 +21,7 @@ from kvstore.remote.announcements import Batch, decode_batch
 from kvstore.remote.answers import EPOCH_BYTES, bytes_in
 from kvstore.remote.index.directory_index import DirectoryIndex
 from kvstore.remote.peers import PeerAddress
-from kvstore.remote.versions import NamespaceVersions
+from kvstore.remote.versions import NamespaceVersions, News
 from kvstore.rpc.connection import Connection, Role
 from kvstore.rpc.framing import Message, Op, is_secret
 from kvstore.rpc.messages import OWNER_KEY_BYTES, Found
@@ -65,8 +65,8 @@ class DirectoryServer:
 
     Args:
         host: address of this node, as other nodes reach it.
-        settle_s: for this long it does not say that a node is the only one; 0 for the first directory of a store,
-            before any node has connected.
+        settle_s: for this long it does not say that a node is the only one, or that it knows all clearings; 0 for the
+            first directory of a store, before any node has connected.
     """
 
     def __init__(self, host: str, settle_s: float = SETTLE_S) -> None:
@@ -75,7 +75,7 @@ class DirectoryServer:
         self._num_resyncs = self._num_gaps = 0
         self._host = host
         self._settle_s = settle_s
-        self.settled_at_s = clock.now_s() + settle_s
+        self.settled_at_s = self._knows_clearings_at_s = clock.now_s() + settle_s
         self.links: dict[str, _Link] = {}
         self._lives = itertools.count(1)
         #: Each store is told the new ones when it publishes next.
@@ -150,7 +150,7 @@ class DirectoryServer:
         return encode_object({"protocol": PROTOCOL_VERSION})
 
     def _publish(self, link: _Link, batch: Batch) -> bytes:
-        """Add a batch to the index. Return the versions that this connection was not told yet."""
+        """Add a batch to the index. Return `News` with the versions that this connection was not told yet."""
         if batch.sequence != link.sequence + 1 or not (batch.begins or link.life or link.coming):
             self._num_gaps += 1
             raise ProtocolError(
@@ -173,7 +173,8 @@ class DirectoryServer:
                 lonely.shut_down()  # Before the new node receives its answer.
             self._lonely.clear()
         link.told, news = self.versions.since(link.told)
-        return encode({n: version for n, version in news.items() if batch.versions.get(n) != version})
+        versions = {n: version for n, version in news.items() if batch.versions.get(n) != version}
+        return encode(News(versions, clock.now_s() >= self._knows_clearings_at_s))
 
     def _begin(self, link: _Link) -> None:
         """Begin a full announcement; the one before it counts until this one is complete."""

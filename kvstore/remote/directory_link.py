@@ -20,7 +20,7 @@ from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.remote.announcements import Announcements, Blocks
 from kvstore.remote.peers import PeerAddress
 from kvstore.remote.sole_node import Solitude
-from kvstore.remote.versions import NamespaceVersions, decode_versions
+from kvstore.remote.versions import NamespaceVersions, decode_news
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connection import Role
 from kvstore.rpc.framing import Op
@@ -102,8 +102,11 @@ class Hints:
         self._is_only = False
         self._solitude = Solitude(say_alone)
         self.ask_after_s = 0.0
-        #: Set when the directory has answered for the first time: from then on this store knows what was cleared.
+        #: Set when the directory has answered for the first time.
         self.has_met = threading.Event()
+        #: Set when a directory has answered that all nodes had the time to tell it their clearings: from then on this
+        #: store knows what was cleared while it was away. One that was just restarted may not know.
+        self.knows_clearings = threading.Event()
         #: Names the life of the directory that answered last; b"" before that. Another life may know fewer clearings.
         self.met = b""
         self._life = b""
@@ -308,7 +311,7 @@ class Hints:
                 return True  # What changed is another shard's.
             # Sent even when empty: this shows whether the directory was restarted.
             batch = encode(self._announcements.next(versions))
-            news = decode_versions(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
+            news = decode_news(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
         except Exception as error:
             # This batch may be lost with the connection: the next connection begins with a full announcement.
             if self._publisher is not None:
@@ -318,9 +321,11 @@ class Hints:
             logger.info("could not publish hints: %s; will announce everything anew", error)
             return False
         self._told, self._answered_s = told, clock.now_s()
-        self.versions.hear_all(news, self._clear)
+        self.versions.hear_all(news.versions, self._clear)
         self.met = self._life
         self.has_met.set()
+        if news.is_settled:
+            self.knows_clearings.set()
         return True
 
 

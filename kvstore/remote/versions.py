@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from kvstore.blocks.codec import U64, Digest, decoder
+from kvstore.blocks.codec import U64, Digest, Record, decoder
 from kvstore.bounds import check_digest
 from kvstore.errors import InvalidRequest, StaleVersion
 from kvstore.memory.clears import group_of
@@ -94,5 +94,16 @@ class NamespaceVersions:
             return self._serial, {space: version for version, at, space in self._known.values() if at > serial}
 
 
-#: Decodes the new versions of namespaces.
-decode_versions: Callable[[bytes], dict[bytes, int]] = decoder(dict[Digest, U64])
+class News(Record, frozen=True):
+    """What a directory answers to an announcement.
+
+    Args:
+        versions: of the namespaces whose clearing the store may not know.
+        is_settled: all nodes have had the time to tell this life of the directory which clearings they know.
+    """
+
+    versions: dict[Digest, U64]
+    is_settled: bool
+
+
+decode_news: Callable[[bytes], News] = decoder(News)

@@ -86,6 +86,8 @@ class OldLife:
         if why:
             for namespace in self._message.block_bytes:
                 pool.clear(namespace)
+        else:
+            self._offer_to_disk(state)
         stats = pool.stats()
         num_held = sum(len(held.slots) for held in self._image.writers)
         self.beginning = Beginning(not why, stats.num_idle + stats.num_pinned, num_held, why)
@@ -99,11 +101,17 @@ class OldLife:
         versions.hear_all(message.versions)
         state.presence.clears.continue_from(message.clears)
         service.adopt(message.slot_bytes, message.block_bytes, image)
-        for number, namespace in enumerate(message.namespaces):
+        for namespace in message.namespaces:
             if versions.get(namespace) != theirs.get(namespace):  # The disk knows a later clearing.
                 service.current.clear(namespace)
-            elif state.disk is not None:  # What the last life has not written yet.
-                state.disk.offer(namespace, image.blocks.slot[image.blocks.space == number].tolist(), "old-life")
+
+    def _offer_to_disk(self, state: NodeState) -> None:
+        """Have written what the last life has not written yet, now that it is known what was cleared meanwhile."""
+        if (disk := state.disk) is None:
+            return
+        blocks = self._image.blocks
+        for number, namespace in enumerate(self._message.namespaces):
+            disk.offer(namespace, blocks.slot[blocks.space == number].tolist(), "old-life")
 
     def _release(self, owner: str) -> None:
         assert self._state is not None, "released only after `settle`"

@@ -30,7 +30,8 @@ class ShardedHints:
 
     def __init__(self, links: Sequence[Hints]) -> None:
         self._links, self._split = tuple(links), Split(len(links))
-        self.has_met = _AllMet(self._links)
+        self.has_met = _All([link.has_met for link in links])
+        self.knows_clearings = _All([link.knows_clearings for link in links])
 
     @property
     def met(self) -> bytes:
@@ -166,13 +167,13 @@ class _AllAlone:
             self._say(all(self._alone))
 
 
-class _AllMet:
-    """Whether each shard has answered: any of them may know of a clearing that the others do not."""
+class _All:
+    """Whether the event of each shard is set: any of them may know of a clearing that the others do not."""
 
-    def __init__(self, links: Sequence[Hints]) -> None:
-        self._links = links
+    def __init__(self, events: Sequence[threading.Event]) -> None:
+        self._events = events
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all have answered; return whether they have."""
+        """Wait until all are set; return whether they are."""
         until_s = clock.now_s() + timeout_s
-        return all(link.has_met.wait(max(0.0, until_s - clock.now_s())) for link in self._links)
+        return all(event.wait(max(0.0, until_s - clock.now_s())) for event in self._events)

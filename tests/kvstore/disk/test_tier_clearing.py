@@ -182,6 +182,25 @@ def test_old_blocks_are_not_found_before_the_directory_has_answered(start, clust
     assert store.load(hashes).num_blocks == 0
 
 
+def test_a_directory_that_began_anew_is_no_witness_before_all_nodes_had_the_time_to_tell_it(start, cluster, hashes):
+    store, other = start("a"), start("b")
+    store.save(hashes)
+    store.stop()
+    clear(other, hashes)
+    cluster.directory.stop()
+    cluster.directory = DirectoryServer("127.0.0.1", settle_s=0.5)
+    store.begin(waits=False)  # Before the other one has told the new directory.
+    assert store.core.state.hints.has_met.wait(SOON_S)
+    assert store.disk.is_off
+    assert store.worker.client.lookup(hashes).num_here == 0
+    other.core.state.hints.publish_soon()  # Instead of waiting for their heartbeats.
+    wait_until(lambda: cluster.directory.versions.get(hashes.namespace) == 1)
+    wait_until(lambda: store.core.state.hints.publish_soon() or not store.disk.is_off)
+    assert store.core.state.versions.get(hashes.namespace) == 1
+    assert store.load(hashes).num_blocks == 0
+    store_anew(store, hashes)
+
+
 def test_clearing_between_the_versions_and_the_claim_of_a_restore(start, hashes, monkeypatch):
     """The clearing comes exactly when old blocks are about to be found."""
     store = start()

@@ -15,7 +15,7 @@ from kvstore.pool.pool import Pool
 from kvstore.remote.announcements import PIECE_BLOCKS
 from kvstore.remote.directory import DirectoryServer
 from kvstore.remote.peers import PeerAddress
-from kvstore.remote.versions import decode_versions
+from kvstore.remote.versions import decode_news
 from kvstore.rpc.framing import Op
 from poolcheck.chains import NAMESPACES, chain_of, store
 
@@ -132,7 +132,7 @@ def test_a_clearing_is_told_once_to_every_store_that_did_not_tell_it(directory):
 
     def news(node, versions):
         sequences[node] += 1
-        return decode_versions(tell(clients[node], sequences[node], whole=sequences[node] == 1, versions=versions))
+        return decode_news(tell(clients[node], sequences[node], whole=sequences[node] == 1, versions=versions)).versions
 
     old, new = b"o" * 32, b"n" * 32
     assert news("a", {old: 3}) == {}

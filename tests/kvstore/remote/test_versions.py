@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.blocks.codec import encode
 from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
-from kvstore.remote.versions import NamespaceVersions, decode_versions
+from kvstore.remote.versions import NamespaceVersions, News, decode_news
 
 ONE, TWO = b"1" * 32, b"2" * 32
 
@@ -50,19 +50,21 @@ def test_what_was_heard_since():
 
 
 def test_versions_on_the_wire():
-    found = {ONE: 2**64 - 1, TWO: 1}
-    assert decode_versions(encode(found)) == found
-    assert decode_versions(encode({})) == {}
+    found = News({ONE: 2**64 - 1, TWO: 1}, True)
+    assert decode_news(encode(found)) == found
+    assert decode_news(encode(News({}, False))) == News({}, False)
     for wrong in (
         b"",
         encode(found)[:-1],
-        encode({ONE[:-1]: 1}),
-        encode({ONE: -1}),
-        encode({ONE: None}),
+        encode(News({ONE[:-1]: 1}, True)),
+        encode(News({ONE: -1}, True)),
+        encode(News({ONE: None}, True)),
+        encode(News({}, None)),
         encode([ONE]),
+        encode({}),
     ):
         with pytest.raises(ProtocolError, match="of this version"):
-            decode_versions(wrong)
+            decode_news(wrong)
 
 
 @pytest.mark.parametrize("namespace", [b"", b"n" * 31, b"n" * 33, "n" * 32, None], ids=repr)

@@ -17,7 +17,8 @@ from kvstore.node.handover import giving, taking
 from kvstore.node.handover.giving import hand_over
 from kvstore.node.handover.transfer import handover_path
 from kvstore.pool.handover.adoption import OLD_WRITER
-from tests.kvstore.node.handover.lives import NODE, SETTINGS, Lives, prepare
+from kvstore.remote.directory import DirectoryServer
+from tests.kvstore.node.handover.lives import HOST, NODE, SETTINGS, Lives, prepare
 
 
 @pytest.fixture(autouse=True)
@@ -314,3 +315,18 @@ def test_memory_and_disk_agree_in_the_next_life(cluster, tmp_path, wait_until):
     assert result.num_blocks == 12
     assert [again.block(block) for block in range(20, 32)] == saved
     core.state.disk.pool.check_integrity()
+
+
+def test_what_memory_does_not_keep_is_not_written_to_a_disk(cluster, tmp_path, monkeypatch):
+    """Life 1 has no disk. Meanwhile there is a clearing that the directory of life 2 does not know."""
+    cluster.add(NODE, **(SETTINGS | {"block_bytes": 4096}))
+    lives, hashes = Lives(cluster), cluster.hashes(12)
+    cluster.worker(NODE, seed=1).save(hashes, range(12))
+    lives.give()
+    cluster.directory.stop()
+    cluster.directory = DirectoryServer(HOST, settle_s=0.0)
+    offered = []
+    monkeypatch.setattr("kvstore.disk.tier.DiskTier.offer", lambda self, *blocks: offered.append(blocks))
+    disk = {"disk_path": str(tmp_path), "disk_capacity_bytes": 1 << 20, "block_bytes": 4096}
+    assert "directory" in lives.take(**disk).why_cold
+    assert not offered
