@@ -35,6 +35,7 @@ from kvstore.node.handover.giving import hand_over
 from kvstore.node.handover.old_life import OldLife
 from kvstore.node.handover.taking import begin, take_old_life
 from kvstore.node.handover.transfer import handover_path
+from kvstore.node.inspection.answers import answer
 from kvstore.node.pool_service import deadline_after
 from kvstore.remote.peers import PeerAddress
 from kvstore.runtime import clock
@@ -254,6 +255,13 @@ class NodeStore:
     def beginning(self) -> dict[str, Any]:
         """Return how this store began: {"is_warm", "num_blocks", "num_held_slots", "why_cold"}."""
         return self._beginning.as_dict()
+
+    @ray.method(concurrency_group=READY)
+    def inspect(self, what: str, options: dict[str, Any]) -> Any:
+        """Return what `kvstore inspect` shows of this node; see `kvstore.node.inspection.answers.answer`."""
+        if not isinstance(options, dict):
+            raise InvalidRequest(f"options: wanted a dict, got {type(options).__name__}")
+        return answer(self._core, what, options)
 
     @ray.method(concurrency_group=DRAIN)
     def hand_over(self, path: str, wait_s: float) -> dict[str, int]:

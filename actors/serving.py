@@ -21,8 +21,8 @@ HEALTH = "health"
 #: Threads of an actor that only answer pings, as `ray.remote` takes it.
 HEALTH_GROUP = {HEALTH: 1}
 READY, DRAIN = "ready", "drain"
-#: Threads of a node store for verbs that wait as long as their caller says, at most a day. Other calls are answered all
-#: the same, so workers and peers can still find the store.
+#: Threads of a node store for verbs that wait as long as their caller says, at most a day, or that look through all
+#: slots. Other calls are answered all the same, so workers and peers can still find the store.
 WAITING_GROUPS = {READY: 8, DRAIN: 4}
 #: How long the serving thread has for its answer, and how much longer the call may take.
 _SERVES_WITHIN_S, _CALL_S = 3.0, 2.0
