@@ -22,7 +22,7 @@ from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, no
 from kvstore.actors.finding import own_version, shard_name
 from kvstore.actors.metrics import Flusher
 from kvstore.actors.mover import Mover
-from kvstore.actors.serving import DRAIN, READY
+from kvstore.actors.serving import DRAIN, READY, show_life
 from kvstore.blocks.chain import BlockHashes, decode_chain
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.blocks.priority import Priority, retention_of
@@ -36,9 +36,9 @@ from kvstore.node.handover.old_life import OldLife
 from kvstore.node.handover.taking import begin, take_old_life
 from kvstore.node.handover.transfer import handover_path
 from kvstore.node.inspection.answers import answer
-from kvstore.node.pool_service import deadline_after
 from kvstore.remote.peers import PeerAddress
 from kvstore.runtime import clock
+from kvstore.runtime.clock import deadline_after
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class NodeStore:
             )
         # The control thread shares the interpreter with Ray's threads; short slices keep its latency low.
         sys.setswitchinterval(1e-4)
+        show_life()
         self._node_id, self._config = node_id, StoreConfig.from_json(config_json)
         self._mover_numbers = itertools.count(1)
         old, why_cold = take_old_life(handover_path(self._config.name, node_id), self._config, node_id)
