@@ -1,4 +1,7 @@
-"""Show the answers of `kvstore inspect` as tables: a line for each thing that a node has."""
+"""Show the answers of `kvstore inspect` as tables: a line for each thing that a node has.
+
+They go to stdout, or to a `console` that is given.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ def age(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def _show(title: str, columns: tuple[str, ...], rows: list[Row]) -> None:
-    console = Console(highlight=False)
+def _show(console: Console | None, title: str, columns: tuple[str, ...], rows: list[Row]) -> None:
+    console = console or Console(highlight=False)
     table = Table(title=title, title_justify="left")
     for column in columns:
         name, _, right = column.partition(">")
@@ -56,12 +59,12 @@ def show_silent(nodes: Answers) -> None:
             console.print(f"[red]node {node[:_NODE_DIGITS]}[/]: {escape(each['error'])}")
 
 
-def _say_more(num_shown: int, num_all: int, what: str) -> None:
+def _say_more(console: Console | None, num_shown: int, num_all: int, what: str) -> None:
     if num_all > num_shown:
-        Console(highlight=False).print(f"{num_all - num_shown:,} more {what}; --limit shows more")
+        (console or Console(highlight=False)).print(f"{num_all - num_shown:,} more {what}; --limit shows more")
 
 
-def show_namespaces(name: str, nodes: Answers, *, has_details: bool) -> None:
+def show_namespaces(name: str, nodes: Answers, *, has_details: bool, console: Console | None = None) -> None:
     """Show what namespaces have on each node and tier."""
     columns = ("namespace", "version>", "node", "tier", "blocks>", "bytes>", "pinned>", "being written>")
     more = ("chains>", "low>", "high>", "last use>") if has_details else ()
@@ -80,19 +83,21 @@ def show_namespaces(name: str, nodes: Answers, *, has_details: bool) -> None:
                     row += tuple(f"{counts.get(key, 0):,}" for key in ("num_chains", "num_low", "num_high"))
                     row += (_ago(counts.get("last_use_age_s")),)
                 rows.append(row)
-    _show(f"namespaces of store {escape(name)}", columns + more, sorted(rows))
-    _say_more(num_shown, num_all, "namespaces")
+    _show(console, f"namespaces of store {escape(name)}", columns + more, sorted(rows))
+    _say_more(console, num_shown, num_all, "namespaces")
     for node, each in _answered(nodes):
         held = [f"{number:,} in {tier}" for tier, number in each["num_cleared"].items() if number]
         if held:
-            Console(highlight=False).print(f"node {node}: cleared blocks that readers still hold: {', '.join(held)}")
+            (console or Console(highlight=False)).print(
+                f"node {node}: cleared blocks that readers still hold: {', '.join(held)}"
+            )
 
 
 def _ago(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{age(seconds)} ago"
 
 
-def show_chain(chain: BlockHashes, nodes: Answers) -> None:
+def show_chain(chain: BlockHashes, nodes: Answers, console: Console | None = None) -> None:
     """Show which node has which run of a chain."""
     columns = ("blocks>", "node", "tier", "state", "readers>", "hard>", "soft>", "priority", "last use>")
     found = [(run["start"], node, run) for node, each in _answered(nodes) for run in each["runs"]]
@@ -106,18 +111,18 @@ def show_chain(chain: BlockHashes, nodes: Answers) -> None:
         for start, node, run in sorted(found, key=lambda each: (each[0], each[1], each[2]["tier"]))
     ]  # fmt: skip
     title = f"{len(chain):,} blocks of namespace {chain.namespace.hex()[:_NAME_DIGITS]}, from block {chain.start:,} on"
-    _show(title, columns, rows)
-    _say_more(len(rows), sum(each["num_all"] for _, each in _answered(nodes)), "runs")
+    _show(console, title, columns, rows)
+    _say_more(console, len(rows), sum(each["num_all"] for _, each in _answered(nodes)), "runs")
     if missing := absent(nodes, chain):
         text = ", ".join(_numbers(*run) for run in missing[:10]) + (", ..." if len(missing) > 10 else "")
-        Console(highlight=False).print(f"on no node that answered, or not shown: blocks {text}")
+        (console or Console(highlight=False)).print(f"on no node that answered, or not shown: blocks {text}")
 
 
 def _numbers(start: int, end: int) -> str:
     return f"{start}" if end == start + 1 else f"{start}-{end - 1}"
 
 
-def show_leases(name: str, nodes: Answers) -> None:
+def show_leases(name: str, nodes: Answers, console: Console | None = None) -> None:
     """Show leases and pins, and what a single one holds."""
     columns = (
         "id>",
@@ -148,11 +153,11 @@ def show_leases(name: str, nodes: Answers) -> None:
             runs.append(
                 (node, _short(run["namespace"]), blocks if is_here else f"{run['num_blocks']:,} gone", run["priority"])
             )
-    _show(f"leases and pins of store {escape(name)}", columns, rows)
-    _say_more(len(rows), sum(each["num_all"] for _, each in _answered(nodes)), "leases and pins")
+    _show(console, f"leases and pins of store {escape(name)}", columns, rows)
+    _say_more(console, len(rows), sum(each["num_all"] for _, each in _answered(nodes)), "leases and pins")
     if runs:
-        _show("what it holds", ("node", "namespace", "blocks>", "priority"), runs)
-        _say_more(len(runs), sum(each.get("num_all_runs", 0) for _, each in _answered(nodes)), "runs")
+        _show(console, "what it holds", ("node", "namespace", "blocks>", "priority"), runs)
+        _say_more(console, len(runs), sum(each.get("num_all_runs", 0) for _, each in _answered(nodes)), "runs")
 
 
 def _place(row: dict[str, Any]) -> str:
@@ -163,7 +168,7 @@ def _short(digest: str | None) -> str:
     return "-" if digest is None else digest[:_NAME_DIGITS]
 
 
-def show_handoffs(name: str, nodes: Answers) -> None:
+def show_handoffs(name: str, nodes: Answers, console: Console | None = None) -> None:
     """Show tickets, fetches from other nodes, and readers that came before the blocks."""
     columns = ("ticket", "node", "what", "owner", "process", "where", *_SIZES, "waits for")
     rows = list[Row]()
@@ -179,9 +184,9 @@ def show_handoffs(name: str, nodes: Answers) -> None:
         for early in each["early"]:
             readers = f"its publisher; {early['num_readers']} reader(s) wait"
             rows.append((early["ticket"], node, "early", *"-------", readers))
-    _show(f"hand-offs of store {escape(name)}", columns, rows)
+    _show(console, f"hand-offs of store {escape(name)}", columns, rows)
     num_all = sum(each[f"num_{what}"] for _, each in _answered(nodes) for what in ("tickets", "fetches", "early"))
-    _say_more(len(rows), num_all, "hand-offs")
+    _say_more(console, len(rows), num_all, "hand-offs")
 
 
 def _handoff_row(row: dict[str, Any], node: str, what: str, where: str, waits_for: str) -> Row:
