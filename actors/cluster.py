@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, ask_all, call, find_actor, start_call, within
+from kvstore.actors.calls import actor_name, call, find_actor, start_call, within
 from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.draining import drain_node
 from kvstore.actors.ending import end_actors
-from kvstore.actors.finding import alive_nodes, find_shards, locate, node_store, node_stores, shard_stats
+from kvstore.actors.finding import alive_nodes, ask_nodes, find_shards, locate, node_store, node_stores, store_stats
 from kvstore.actors.restart.rolling import restart_store
 from kvstore.actors.session.handles import USE, is_connected
 from kvstore.actors.session.probing import check_goes_on
@@ -205,20 +205,21 @@ class Store:
             StoreNotRunning: there is none any more.
             StoreUnavailable, TransferError: neither the supervisor nor any node answers.
         """
-        said = ask_all({node: handle.stats for node, handle in self._handles().items()}, timeout_s=_CALL_S)
-        nodes = {node: {"error": str(each)} if isinstance(each, KVStoreError) else each for node, each in said.items()}
-        found: dict[str, Any] = {"name": self.config.name, "nodes": nodes, "problems": {}, "starting": {}}
-        found["directory"] = shard_stats(self.config, _CALL_S)
-        try:
-            # It restarts by itself, and nodes serve without it, so keep their answers if it fails.
-            supervisor = find_actor(actor_name(self.config.name, "supervisor"))
-            found["problems"] = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
-            found["starting"] = call("supervisor", supervisor.unfinished, timeout_s=_CALL_S)
-        except KVStoreError as error:
-            if all(isinstance(each, KVStoreError) for each in said.values()):
-                raise  # No node answers, so this is more than a restart of the supervisor.
-            found["problems"] = {**found["problems"], "supervisor": str(error)}
-        return found
+        return store_stats(self.config, self._handles(), _CALL_S)
+
+    def inspect(self, what: str, *, timeout_s: float = 10.0, **options: Any) -> dict[str, Any]:
+        """Look into the stores of all nodes, as `kvstore inspect` does; changes nothing.
+
+        Args:
+            what: "namespaces", "path", "chain", "leases" or "handoffs".
+            timeout_s: for the answers of all nodes together.
+            options: of the question; see `kvstore.node.inspection.answers`.
+
+        Returns:
+            By node id: the answer, or {"error"} of a node that did not give one in time.
+        """
+        timeout_s = check_seconds("timeout_s", timeout_s)
+        return ask_nodes(self._handles(), "inspect", what, options, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close this handle; the store continues. May be called again.

@@ -9,6 +9,7 @@ import ray
 
 from kvstore.actors.calls import node_address
 from kvstore.actors.metrics import Flusher, ray_recorders
+from kvstore.actors.serving import show_life
 from kvstore.bounds import DIGEST_BYTES, MAX_CHAIN_BYTES, check_count, check_digest, check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest
@@ -30,6 +31,7 @@ class Directory:
 
     def __init__(self, is_first: bool = False, number: int = 0, config_json: str = "") -> None:
         # Ray restarts it with the same argument, when stores already run.
+        show_life()
         is_first = is_first and not ray.get_runtime_context().was_current_actor_reconstructed
         self._server, self._number = DirectoryServer(node_address(), 0.0 if is_first else SETTLE_S), number
         config = StoreConfig.from_json(config_json) if config_json else StoreConfig(metrics=False)

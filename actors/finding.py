@@ -168,3 +168,28 @@ def shard_stats(config: StoreConfig, timeout_s: float) -> list[dict[str, Any]]:
     methods = {key: each.stats for key, each in found.items() if not isinstance(each, KVStoreError)}
     found |= ask_all(methods, timeout_s=timeout_s)
     return [{"error": str(each)} if isinstance(each, KVStoreError) else each for each in found.values()]
+
+
+def ask_nodes(handles: dict[str, Any], method: str, *args: Any, timeout_s: float) -> dict[str, Any]:
+    """Call a method of the stores of several nodes at once; return each one's answer, or {"error"}, by node id."""
+    # None, which fails as the node's error: the store of another version may have no such method.
+    methods = {node: getattr(handle, method, None) for node, handle in handles.items()}
+    said = ask_all(methods, *args, timeout_s=timeout_s)
+    return {node: {"error": str(each)} if isinstance(each, KVStoreError) else each for node, each in said.items()}
+
+
+def store_stats(config: StoreConfig, handles: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Return what `Store.stats` does, from the stores of these nodes, the supervisor and the directory."""
+    nodes = ask_nodes(handles, "stats", timeout_s=timeout_s)
+    found: dict[str, Any] = {"name": config.name, "nodes": nodes, "problems": {}, "starting": {}}
+    found["directory"] = shard_stats(config, timeout_s)
+    try:
+        # It restarts by itself, and nodes serve without it, so keep their answers if it fails.
+        supervisor = find_actor(actor_name(config.name, "supervisor"))
+        found["problems"] = call("supervisor", supervisor.problems, timeout_s=timeout_s)
+        found["starting"] = call("supervisor", supervisor.unfinished, timeout_s=timeout_s)
+    except KVStoreError as error:
+        if all("error" in each for each in nodes.values()):
+            raise  # No node answers, so this is more than a restart of the supervisor.
+        found["problems"] = {**found["problems"], "supervisor": str(error)}
+    return found

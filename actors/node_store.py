@@ -22,7 +22,7 @@ from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, no
 from kvstore.actors.finding import own_version, shard_name
 from kvstore.actors.metrics import Flusher
 from kvstore.actors.mover import Mover
-from kvstore.actors.serving import DRAIN, READY
+from kvstore.actors.serving import DRAIN, READY, show_life
 from kvstore.blocks.chain import BlockHashes, decode_chain
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.blocks.priority import Priority, retention_of
@@ -35,9 +35,10 @@ from kvstore.node.handover.giving import hand_over
 from kvstore.node.handover.old_life import OldLife
 from kvstore.node.handover.taking import begin, take_old_life
 from kvstore.node.handover.transfer import handover_path
-from kvstore.node.pool_service import deadline_after
+from kvstore.node.inspection.answers import answer
 from kvstore.remote.peers import PeerAddress
 from kvstore.runtime import clock
+from kvstore.runtime.clock import deadline_after
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class NodeStore:
             )
         # The control thread shares the interpreter with Ray's threads; short slices keep its latency low.
         sys.setswitchinterval(1e-4)
+        show_life()
         self._node_id, self._config = node_id, StoreConfig.from_json(config_json)
         self._mover_numbers = itertools.count(1)
         old, why_cold = take_old_life(handover_path(self._config.name, node_id), self._config, node_id)
@@ -254,6 +256,13 @@ class NodeStore:
     def beginning(self) -> dict[str, Any]:
         """Return how this store began: {"is_warm", "num_blocks", "num_held_slots", "why_cold"}."""
         return self._beginning.as_dict()
+
+    @ray.method(concurrency_group=READY)
+    def inspect(self, what: str, options: dict[str, Any]) -> Any:
+        """Return what `kvstore inspect` shows of this node; see `kvstore.node.inspection.answers.answer`."""
+        if not isinstance(options, dict):
+            raise InvalidRequest(f"options: wanted a dict, got {type(options).__name__}")
+        return answer(self._core, what, options)
 
     @ray.method(concurrency_group=DRAIN)
     def hand_over(self, path: str, wait_s: float) -> dict[str, int]:

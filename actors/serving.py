@@ -16,13 +16,14 @@ from kvstore.actors.calls import call, ray_failures
 from kvstore.errors import KVStoreError, TransferTimeout
 
 logger = logging.getLogger(__name__)
+_life = logging.getLogger("kvstore.life")
 
 HEALTH = "health"
 #: Threads of an actor that only answer pings, as `ray.remote` takes it.
 HEALTH_GROUP = {HEALTH: 1}
 READY, DRAIN = "ready", "drain"
-#: Threads of a node store for verbs that wait as long as their caller says, at most a day. Other calls are answered all
-#: the same, so workers and peers can still find the store.
+#: Threads of a node store for verbs that wait as long as their caller says, at most a day, or that look through all
+#: slots. Other calls are answered all the same, so workers and peers can still find the store.
 WAITING_GROUPS = {READY: 8, DRAIN: 4}
 #: How long the serving thread has for its answer, and how much longer the call may take.
 _SERVES_WITHIN_S, _CALL_S = 3.0, 2.0
@@ -30,6 +31,13 @@ _SERVES_WITHIN_S, _CALL_S = 3.0, 2.0
 STUCK_S = 10.0
 #: The same for an actor that does not answer Ray either: it may only be suspended, and continue.
 SILENT_S = 60.0
+
+
+def show_life() -> None:
+    """Have this actor's process write the events of kvstore.runtime.life to stderr, which Ray keeps in its logs."""
+    _life.setLevel(logging.INFO)
+    if not _life.hasHandlers():  # A user's own setup of the workers' logging has them already.
+        _life.addHandler(logging.StreamHandler())
 
 
 class ServingWatch:

@@ -29,10 +29,11 @@ from kvstore.actors.finding import (
     shard_name,
 )
 from kvstore.actors.node_store import NodeStore
-from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch
+from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch, show_life
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
+from kvstore.runtime.life import log_life
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,11 @@ class Supervisor:
     """
 
     def __init__(self, config_json: str, starter: str = "", watch: bool = True) -> None:
+        show_life()
         self._config = StoreConfig.from_json(config_json)
         self._starter = starter
+        #: Nodes whose store served in the last round.
+        self._served: set[str] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         #: By node, why it has no store.
@@ -220,10 +224,21 @@ class Supervisor:
             if str(self._problems.get(node_id)) != str(error):
                 logger.warning("node %s has no store: %s", node_id, error)
             self._problems[node_id] = error
+        self._log_changes(set(served), set(nodes))
         for shard in directory:
             if shard.done():
                 shard.result()
         return served
+
+    def _log_changes(self, served: set[str], alive: set[str]) -> None:
+        for node_id in sorted(served - self._served):
+            log_life("node_joined", store=self._config.name, node=node_id)
+        for node_id in sorted(self._served - served):
+            reason = (
+                self._problems.get(node_id, "its store is being made again") if node_id in alive else "left the cluster"
+            )
+            log_life("node_lost", level=logging.WARNING, store=self._config.name, node=node_id, reason=reason)
+        self._served = served
 
     def _shards(self) -> list[str]:
         return [shard_name(self._config.name, number) for number in range(self._config.num_directory_shards)]

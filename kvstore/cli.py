@@ -1,4 +1,4 @@
-"""The commands `kvstore start|status|top|restart|stop|doctor|bench|replay|trace`. Thin: others find out what they show.
+"""The commands `kvstore start|status|top|inspect|restart|stop|doctor|bench|replay|trace`. Thin.
 
 One of the two modules of the core that may import kvstore.actors, and only when a command needs it.
 """
@@ -37,14 +37,14 @@ from kvstore.tools.commands import (
     eviction_options,
     eviction_settings,
     parse_size,
-    top_options,
     write_rows,
 )
 from kvstore.tools.doctor import Status, human_bytes, machine_checks
+from kvstore.tools.inspection.commands import inspect_group
 from kvstore.tools.own_output import keep_own_output
 from kvstore.tools.restart import restart_command
 from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
-from kvstore.tools.top import watch
+from kvstore.tools.top import top_command
 
 _JOIN_S = 30.0  # how long `kvstore stop` tries to join Ray
 
@@ -175,17 +175,8 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
     ctx.exit(1 if stats["without_store"] else 0)
 
 
-@main.command(short_help="Watch what every node does.")
-@NAME
-@ADDRESS
-@JSON
-@top_options
-def top(name: str, address: str | None, as_json: bool, interval_s: float, once: bool) -> None:
-    """Watch what every node does: use, hits, GB/s by way, pins, queues, evictions; Ctrl-C ends it.
-
-    Shares and rates are those of the last interval. With --json each interval is one object on a line of its own.
-    """
-    watch(lambda: _connect(name, address), interval_s, is_once=once, as_json=as_json)
+main.add_command(top_command(_connect))
+main.add_command(inspect_group(_connect))
 
 
 @main.command()

@@ -103,12 +103,7 @@ class Namespace:
         start, root, root_key = self._end("block_hashes", parent)
         last, found = root, []
         if extra is None:
-            fresh = sha256()  # Copying one is faster than making a new one.
-            for at in range(0, end, block_bytes):
-                block = fresh.copy()
-                block.update(last + tokens[at : at + block_bytes])
-                last = block.digest()
-                found.append(last)
+            found = hash_tokens(root, tokens, block_bytes)
         else:
             if isinstance(extra, Mapping):
                 extra = keys_by_block(extra, end // block_bytes)
@@ -168,6 +163,24 @@ class Namespace:
                 f"{verb}: wanted parent as the BlockHashes that these continue, or None, got {brief(parent)}"
             )
         return *parent.end(self.digest, verb), parent.root_key
+
+
+def hash_tokens(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+    """Return the hashes of the full blocks of tokens without extra keys.
+
+    Args:
+        parent: hash of the block before the tokens, or the digest of a namespace.
+        tokens: from `token_bytes`.
+        block_bytes: of the tokens of one block.
+    """
+    last, found = parent, []
+    fresh = sha256()  # Copying one is faster than making a new one.
+    for at in range(0, len(tokens) // block_bytes * block_bytes, block_bytes):
+        block = fresh.copy()
+        block.update(last + tokens[at : at + block_bytes])
+        last = block.digest()
+        found.append(last)
+    return found
 
 
 def _is_iterable(value: object) -> bool:

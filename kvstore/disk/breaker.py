@@ -43,6 +43,7 @@ class Breaker:
         self._num_errors = 0
         self.num_trips += 1
 
-    def passed(self) -> None:
-        """Note that the disk did an operation: it is on."""
-        self._is_off, self._num_errors = False, 0
+    def passed(self) -> bool:
+        """Note that the disk did an operation: it is on. Return whether it was off before."""
+        was_off, self._is_off, self._num_errors = self._is_off, False, 0
+        return was_off

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvstore.blocks.chain import BlockHashes, root_key_of
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.places import Places
+from kvstore.disk.places import Places, TierContext
 from kvstore.disk.records import Record, hashes_of, runs_of
 from kvstore.errors import KVStoreError
 from kvstore.pool.pool import Pool
@@ -85,3 +85,13 @@ def _root_keys_of(runs: Sequence[Sequence[Record]]) -> dict[tuple[bytes, bytes],
         root_key = root_key_of(first.block_hash) if is_root else found.get((first.namespace, first.parent), 0)
         found.update(((record.namespace, record.block_hash), root_key) for record in run)
     return found
+
+
+def restore_old(context: TierContext) -> int:
+    """Make the blocks findable that the index of an earlier store names; return how many. Waits for the disk."""
+    slots, found = context.slots, context.index.read_all()
+    # Before the versions are read: a clearing between the two makes the claim fail.
+    num_clears = {record.namespace: context.disk_pool.num_clears(record.namespace) for record in found}
+    num_whole = min(slots.num_slots, slots.old_bytes // slots.stride_bytes)
+    records = usable(found, num_whole, slots.slot_bytes, context.version_of)
+    return restore(context.disk_pool, context.places, records, num_clears)

@@ -47,6 +47,7 @@ class DiskThreads:
         timeout_s: after this long, an operation counts as hanging.
         num_threads: at least 2.
         on_off: called, without a lock, when the disk was turned off.
+        on_again: called, without a lock, when it did an operation after that.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class DiskThreads:
         timeout_s: float,
         num_threads: int = _NUM_THREADS,
         on_off: Callable[[str], None] = lambda reason: None,
+        on_again: Callable[[], None] = lambda: None,
     ) -> None:
-        self._write_some, self._timeout_s, self._on_off = write_some, timeout_s, on_off
+        self._write_some, self._timeout_s, self._on_off, self._on_again = write_some, timeout_s, on_off, on_again
         self._most_writing = num_threads // 2
         self._lock = threading.Lock()
         # One condition each: a notification that wakes the watcher would be lost for the others.
@@ -154,7 +156,7 @@ class DiskThreads:
             except Exception as raised:
                 logger.exception("an operation of the disk failed unexpectedly")
                 error, has_more = raised, read is None  # More may wait: the next turn looks.
-            went_off = False
+            went_off = is_on_again = False
             with self._lock:
                 num_trips = self.breaker.num_trips
                 was_late = clock.now_s() > self._running.pop(own) + self._timeout_s
@@ -163,7 +165,7 @@ class DiskThreads:
                     self.breaker.failed(error, clock.now_s())
                     went_off = self.breaker.num_trips > num_trips
                 elif error is None and not was_late and (read is not None or has_more):
-                    self.breaker.passed()
+                    is_on_again = self.breaker.passed()
                 if read is None:
                     self._has_writes = has_more or self._num_asked != num_asked
                 self._work.notify()
@@ -172,6 +174,8 @@ class DiskThreads:
                     read.on_end(error)
             if went_off:
                 self._went_off()
+            elif is_on_again:
+                self._on_again()
 
     def _has_work(self) -> bool:
         if self._is_closed or self._reads:

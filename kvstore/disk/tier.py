@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from kvstore.blocks.chain import BlockHashes
@@ -21,7 +22,7 @@ from kvstore.disk.index_file import IndexFile
 from kvstore.disk.places import Places, TierContext
 from kvstore.disk.reader import READER, DiskRead, Reader
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
-from kvstore.disk.restore import restore, usable
+from kvstore.disk.restore import restore_old
 from kvstore.disk.slot_file import SlotFile
 from kvstore.disk.threads import DiskThreads
 from kvstore.disk.versions_file import VersionsKeeper, read_versions
@@ -32,6 +33,7 @@ from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.life import MOST_LINES, log_life
 from kvstore.runtime.rates import MeasuredRate
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,9 @@ class DiskTier:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"disk_path: wanted a readable file, got {error}; give another path") from error
-        self._lock, self._log = threading.Lock(), LogLimit()
+        self._lock, limit, path = threading.Lock(), LogLimit(at_once=MOST_LINES), self._folder.path
+        self._say_off = partial(log_life, "disk_off", level=logging.ERROR, limit=limit, path=path)
+        self._say_on = partial(log_life, "disk_on", limit=limit, path=path)
         self._versions = VersionsKeeper(self._folder.path / VERSIONS, versions_now, self.old_versions)
         #: Why the tier begins empty, or stays off for good.
         self.note = self.why_off = ""
@@ -130,12 +134,10 @@ class DiskTier:
                     raise
             except (OSError, ConfigError) as error:
                 self.why_off = f"the disk tier cannot begin: {error}"
-                logger.error("%s; the store serves without it", self.why_off)
+                self._say_off(reason=self.why_off)
                 return
             if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
                 self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
-            if self.note:
-                logger.info("disk tier %s: %s", self._folder.path, self.note)
             pool = Pool(num_slots, presence=presence, has_roots=self._config.num_directory_shards > 1)
             self._context = TierContext(
                 tier_id=bytes.fromhex(label.tier_id),
@@ -149,7 +151,9 @@ class DiskTier:
                 version_of=version_of,
                 changed=changed,
             )
-            threads = self._threads = DiskThreads(self._write_some, self._config.disk_timeout_s, on_off=self._went_off)
+            threads = self._threads = DiskThreads(
+                self._write_some, self._config.disk_timeout_s, on_off=self._went_off, on_again=self._say_on
+            )
             self._reader = Reader(self._context, self._threads)
             self._writer = Writer(
                 self._context,
@@ -177,26 +181,19 @@ class DiskTier:
             if context is None or self._is_admitted or self._is_stopped:
                 return 0
             try:
-                self.num_restored = self._restore(context)
+                self.num_restored = restore_old(context)
             except Exception as error:
                 self.why_off = f"the index of the disk tier cannot be read: {error}"
-                logger.error("%s; the store serves without it", self.why_off, exc_info=not isinstance(error, OSError))
+                logger.debug("%s", self.why_off, exc_info=True)
+                self._say_off(reason=self.why_off)
                 return 0
             self._is_admitted = True
+        self._say_on(num_restored=self.num_restored, note=self.note or None)
         if self.num_restored:
-            logger.info("disk tier %s: %d blocks of an earlier store", self._folder.path, self.num_restored)
             context.changed()
         if self._threads is not None:
             self._threads.write_soon()
         return self.num_restored
-
-    def _restore(self, context: TierContext) -> int:
-        slots, found = context.slots, context.index.read_all()
-        # Before the versions are read: a clearing between the two makes the claim fail.
-        num_clears = {record.namespace: context.disk_pool.num_clears(record.namespace) for record in found}
-        num_whole = min(slots.num_slots, slots.old_bytes // slots.stride_bytes)
-        records = usable(found, num_whole, slots.slot_bytes, context.version_of)
-        return restore(context.disk_pool, context.places, records, num_clears)
 
     def offer(self, namespace: bytes, slots: list[int], owner: str) -> None:
         """Note that blocks of memory became readable. Under the memory pool's lock, so nothing here waits."""
@@ -294,8 +291,7 @@ class DiskTier:
             self._back.forget()
         if self._reader is not None:
             self._reader.give_up()
-        if self._log.passes():
-            logger.error("the disk tier is off: %s (%d more)", reason, self._log.take_held_back())
+        self._say_off(reason=reason)
 
     def stats(self) -> dict[str, Any]:
         """Return the state and the counts."""

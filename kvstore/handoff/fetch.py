@@ -15,6 +15,7 @@ from kvstore.errors import KVStoreError, StoreUnavailable, TransferError, Transf
 from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.landing import Landing
 from kvstore.handoff.messages import PeerClaimed
+from kvstore.handoff.records import FetchSeen
 from kvstore.handoff.source_claim import SourceClaim
 from kvstore.mover.messages import MoverDone
 from kvstore.mover.transport import PeerDescription, ReadRequest
@@ -105,6 +106,21 @@ class RemoteFetch:
         self._claim.tick(now_s)
         if self._read.is_late(now_s):
             self._read.give_up()
+
+    def seen(self) -> FetchSeen:
+        """Return what can be seen of this fetch; any thread may call."""
+        request, now_s = self._request, clock.now_s()
+        if self._is_over:
+            waits_for = "its client's copies"
+        elif self._read.late_s:
+            waits_for = "its READ"
+        else:
+            waits_for = "the node of its ticket" if self._claim.asked_s else "a thread of this store"
+        return FetchSeen(
+            key=request.key, owner=self.owner, node_id=self._node_id, num_blocks=request.num_blocks,
+            num_bytes=request.num_blocks * self._block_bytes, age_s=now_s - self._deadline_s + request.timeout_s,
+            left_s=max(0.0, self._deadline_s - now_s), waits_for=waits_for,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Close the connection of this fetch, because the store is being stopped."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from kvstore.handoff.fetch import RemoteFetch
 from kvstore.handoff.fetch_context import FetchContext
+from kvstore.handoff.records import FetchSeen
 from kvstore.rpc.handoff_messages import FetchRequest
 from kvstore.rpc.messages import Progress
 
@@ -80,6 +81,10 @@ class HandoffFetcher:
     def users(self) -> list[tuple[str, str]]:
         """Return, of each fetch, (owner of its slots, the client that may copy out of them)."""
         return [(fetch.slot_owner, fetch.owner) for fetch in self._of()]
+
+    def under_way(self) -> list[FetchSeen]:
+        """Return what can be seen of all fetches, the oldest first. Any thread may call."""
+        return [fetch.seen() for fetch in self._of()]
 
     def __len__(self) -> int:
         return len(self._fetches)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.blocks.indexes import IndexArray
 from kvstore.pool.pool import Pool
+from kvstore.runtime import clock
 
 #: Set in the id of every claim and of no lease, so that a notification can name either.
 CLAIM_BIT = 1 << 63
@@ -86,3 +87,18 @@ class Handoff:
     claim_deadline_s: float = float("inf")
     #: Why the hand-off ends as soon as no publisher writes it and no reader reads it; empty while it is valid.
     over: str = ""
+    began_s: float = field(default_factory=clock.now_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchSeen:
+    """What can be seen of a fetch that is under way; `waits_for` is for people."""
+
+    key: bytes
+    owner: str
+    node_id: str
+    num_blocks: int
+    num_bytes: int
+    age_s: float
+    left_s: float
+    waits_for: str

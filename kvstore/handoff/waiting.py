@@ -64,6 +64,10 @@ class WaitingClaims:
                 del self._claims[key]
             self._num_waiting -= len(waiting) - len(left)
 
+    def num_by_ticket(self) -> dict[bytes, int]:
+        """Return how many claims wait for each ticket. Any thread may call."""
+        return {key: len(waiting) for key, waiting in list(self._claims.items())}  # A copy, made in one step.
+
     def are_soon(self, key: bytes) -> None:
         """Notify the readers that a ticket's blocks will be there in a millisecond or two."""
         for claim in self._claims.get(key, ()):

@@ -71,7 +71,6 @@ class MoverKeeper:
     def replace(self) -> None:
         """Start another mover, because the present one is gone; this may take any time."""
         if not self._stopping.is_set():
-            logger.warning("node %s: the mover died; starting another", self._name)
             self._bring_up(self._pause_s)
 
     def stop(self) -> None:

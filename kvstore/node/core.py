@@ -30,7 +30,7 @@ from kvstore.node.handover.old_life import OldLife
 from kvstore.node.pool_service import PoolService
 from kvstore.node.residents import Residents
 from kvstore.node.state import NodeState
-from kvstore.node.stats import counts_of
+from kvstore.node.stats import counts_of, left_of
 from kvstore.pool.pool import Pool
 from kvstore.remote.fetch import Fetcher
 from kvstore.remote.load import Load
@@ -39,6 +39,7 @@ from kvstore.remote.shards.links import link_to_directory
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.socket_files import remove_stale_sockets
 from kvstore.runtime import clock
+from kvstore.runtime.life import log_life
 from kvstore.runtime.store_threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class NodeCore:
         except BaseException:
             self.stop()  # It lets the disk's folder go.
             raise
-        logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, epoch.hex())
+        self._say("store_started", capacity_bytes=config.capacity_bytes)
 
     def _divided(self, pool: Pool, slot_bytes: int) -> None:
         state = self.state
@@ -217,6 +218,8 @@ class NodeCore:
         """
         service = self.state.pool_service
         with self.draining:
+            if not service.is_draining:
+                self._say("store_draining")
             service.is_draining = True
         if not service.is_attached:
             return []
@@ -265,12 +268,14 @@ class NodeCore:
         service = self.state.pool_service
         with self.draining:
             was_closed = service.is_closed_to_peers
+            if not service.is_draining:
+                self._say("store_draining")
             service.is_draining = service.is_closed_to_peers = True
             if not was_closed:
                 self._announce(service.current)
         deadline_s = clock.now_s() + timeout_s
         while True:
-            left, is_drained = self._left(), service.is_draining
+            left, is_drained = left_of(self.state, self.control.handoffs.table), service.is_draining
             if not (is_drained and any(left.values())) or service.is_ending or clock.now_s() >= deadline_s:
                 return {**left, "is_drained": is_drained and not any(left.values())}
             time.sleep(0.02)
@@ -284,20 +289,15 @@ class NodeCore:
         service = self.state.pool_service
         with self.draining:
             service.check_running()
+            if service.is_draining:
+                self._say("store_undrained")
             was_closed = service.is_closed_to_peers
             service.is_draining = service.is_closed_to_peers = False
             if was_closed and service.is_attached:
                 self._announce(service.current)
 
-    def _left(self) -> dict[str, int]:
-        handoffs = self.control.handoffs.table
-        num_handoffs, num_handoff_writes = len(handoffs), handoffs.num_arena_writes
-        stats, disk = self.state.pool_service.current.stats(), self.state.disk
-        return {
-            "num_leases": max(0, stats.num_leases - stats.num_soft_pins - (disk.num_held() if disk else 0)),
-            "num_writes": max(0, stats.num_writes - num_handoff_writes),  # One may have ended between the two counts.
-            "num_handoffs": num_handoffs,
-        }
+    def _say(self, event: str, **facts: Any) -> None:
+        log_life(event, store=self.state.config.name, node=self.state.node_id, epoch=self.state.epoch.hex(), **facts)
 
     def counts(self) -> dict[str, Any]:
         """Return counts of the pool and the calls served, without asking the mover."""
@@ -347,3 +347,4 @@ class NodeCore:
             self._memory_closed = True
             self.state.arena.close()
             self.state.presence.close()
+            self._say("store_stopped")

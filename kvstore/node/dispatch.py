@@ -31,6 +31,7 @@ from kvstore.rpc.messages import NOTIFICATION, decode_attach
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.life import MOST_LINES, log_life
 from kvstore.runtime.store_threads import Blocking
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class NodeControl:
         self, state: NodeState, stats: Callable[[], dict[str, Any]], on_mover_gone: Callable[[], None]
     ) -> None:
         self._state, self._service, self.on_mover_gone = state, state.pool_service, on_mover_gone
-        self._is_mover_wanted, self._log = False, LogLimit()
+        self._is_mover_wanted, self._log, self._gone_limit = False, LogLimit(), LogLimit(at_once=MOST_LINES)
         self.fence = MoverFence(
             state.config,
             state.mover,
@@ -208,11 +209,22 @@ class NodeControl:
                     parts.callback(self._want_mover)
                     parts.callback(self.handoffs.table.lose_stages)
                     parts.callback(self._state.mover.gone, connection)
+                    num_reads = len(self._state.mover.unfinished.reads)
+                    log_life(
+                        "mover_gone",
+                        level=logging.WARNING,
+                        node=self._state.node_id,
+                        mover_pid=connection.pid,
+                        num_reads=num_reads,
+                    )
         elif connection.role is Role.CLIENT and connection.ended:
-            dropped = self._service.current.release_owner(connection.owner)
-            dropped += self.handoffs.release_owner(connection.owner)
-            if dropped:
-                logger.info("client %s is gone: %d leases, writes and hand-offs came back", connection.owner, dropped)
+            num_held = self._service.current.release_owner(connection.owner)
+            num_handoffs = self.handoffs.release_owner(connection.owner)
+            if num_held or num_handoffs:
+                log_life(
+                    "worker_gone", limit=self._gone_limit, node=self._state.node_id, owner=connection.owner,
+                    worker_pid=connection.pid, num_leases_and_writes=num_held, num_handoffs=num_handoffs,
+                )  # fmt: skip
 
     def _want_mover(self) -> None:
         """Call `on_mover_gone` on a new thread. If no thread can be started, the next tick tries again."""

@@ -15,6 +15,7 @@ from kvstore.mover.link import MoverLink
 from kvstore.pool.pool import Pool
 from kvstore.remote.covered_read import is_quarantine_full
 from kvstore.runtime import clock
+from kvstore.runtime.life import log_life
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class MoverFence:
         self.killed_pid, self._again_s = pid, now_s + _GONE_WITHIN_S
         if self._mover.fence():
             self.num_fenced += 1
-            logger.warning("mover %d is killed and will be replaced: %s", pid, reason)
+            log_life("mover_killed", level=logging.WARNING, mover_pid=pid, reason=reason)
         else:
             logger.error("mover %d cannot be killed from here, its slots stay out of use: %s", pid, reason)
 

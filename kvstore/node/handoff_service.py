@@ -22,7 +22,6 @@ from kvstore.handoff.waiting import WaitingClaims
 from kvstore.node.handoff_peers import HandoffPeers
 from kvstore.node.later import answer_later, send_piece
 from kvstore.node.peer_service import PeerControl
-from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op
@@ -41,6 +40,7 @@ from kvstore.rpc.handoff_messages import (
 from kvstore.rpc.messages import STAGE_BIT, LoadReport, Progress
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
+from kvstore.runtime.clock import deadline_after
 from kvstore.runtime.store_threads import Blocking
 
 #: How long the control thread stays awake for the messages that follow the packing of blocks into a stage (that they

@@ -12,13 +12,13 @@ from kvstore.blocks.priority import NORMAL, OF_LOW_READER, Priority
 from kvstore.bounds import check_seconds
 from kvstore.errors import StoreDraining
 from kvstore.node.later import Asked, answer_all, send_piece
-from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.remote.load import Load
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op
 from kvstore.rpc.messages import FoundByStore, Progress, decode_ask_load, decode_ask_lookup
 from kvstore.runtime import clock
+from kvstore.runtime.clock import deadline_after
 from kvstore.runtime.store_threads import Blocking
 
 #: Makes the answer to a question about a chain, of which so many blocks are in memory, until a time; None if it

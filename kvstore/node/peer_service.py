@@ -21,7 +21,6 @@ from kvstore.bounds import check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
 from kvstore.node.later import answer_all
-from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.remote.answers import bytes_in
 from kvstore.remote.load import Load
@@ -30,6 +29,7 @@ from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Message, Op
 from kvstore.rpc.messages import OWNER_KEY_BYTES, Progress
 from kvstore.runtime import clock
+from kvstore.runtime.clock import deadline_after
 
 #: Peers may always ask for this much.
 _LEAST_MOST_TTL_S = 60.0

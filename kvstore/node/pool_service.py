@@ -16,11 +16,9 @@ from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import (
     MAX_BLOCK_BYTES,
     MAX_NAMESPACES,
-    MAX_TTL_S,
     MIN_BLOCK_BYTES,
     check_count,
     check_digest,
-    check_ttl,
 )
 from kvstore.config import StoreConfig
 from kvstore.disk.records import PAGE_BYTES
@@ -34,7 +32,9 @@ from kvstore.pool.handover.image import PoolImage
 from kvstore.pool.pool import Pool
 from kvstore.pool.reclaim import Reclaimer
 from kvstore.remote.versions import NamespaceVersions
-from kvstore.runtime import clock
+from kvstore.runtime.clock import deadline_after
+from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.life import MOST_LINES, log_life
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class PoolService:
         self.reclaimer: Reclaimer | None = None  # None before the first namespace attaches, and without watermarks.
         self.block_bytes: dict[bytes, int] = {}  # Of each namespace that has attached.
         self.is_draining = self.is_ending = self.is_closed_to_peers = False
+        self._limit = LogLimit(at_once=MOST_LINES)
 
     @property
     def is_attached(self) -> bool:
@@ -337,14 +338,8 @@ class PoolService:
         if cleared is not None:
             # Even when no block was dropped: the directory notifies the stores that do not know the version yet.
             self._changed()
-            logger.info("cleared namespace %s: %d blocks", namespace.hex()[:12], cleared)
+            log_life(
+                "namespace_cleared", limit=self._limit, node=self._node_id, namespace=namespace.hex()[:12],
+                version=self.versions.get(namespace), num_blocks=cleared,
+            )  # fmt: skip
         return cleared
-
-
-def deadline_after(ttl_s: float, most_s: float = MAX_TTL_S) -> float:
-    """Return the time of kvstore.runtime.clock that is `ttl_s` seconds ahead.
-
-    Raises:
-        InvalidRequest: `ttl_s` is not a time, or too long.
-    """
-    return clock.now_s() + check_ttl("ttl_s", ttl_s, most_s)

@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from kvstore.handoff.table import HandoffTable
 from kvstore.node.dispatch import NodeControl
 from kvstore.node.state import NodeState
 from kvstore.runtime import clock
@@ -53,4 +54,15 @@ def counts_of(state: NodeState, control: NodeControl, host: str) -> dict[str, An
         "disk": None if disk is None else {"disk_write": state.config.disk_write, **disk},
         "events": None if state.events is None else state.events.stats(),
         "nixl": None,
+    }
+
+
+def left_of(state: NodeState, handoffs: HandoffTable) -> dict[str, int]:
+    """Return what a drain still waits for: {"num_leases", "num_writes", "num_handoffs"}."""
+    num_handoffs, num_handoff_writes = len(handoffs), handoffs.num_arena_writes
+    stats, disk = state.pool_service.current.stats(), state.disk
+    return {
+        "num_leases": max(0, stats.num_leases - stats.num_soft_pins - (disk.num_held() if disk else 0)),
+        "num_writes": max(0, stats.num_writes - num_handoff_writes),  # One may have ended between the two counts.
+        "num_handoffs": num_handoffs,
     }

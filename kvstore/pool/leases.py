@@ -53,7 +53,7 @@ class LeaseTable(OwnedTable[_Lease]):
         now_s: Callable[[], float],
     ) -> None:
         super().__init__()
-        self._on_used, self._now_s = on_used, now_s
+        self._on_used, self.now_s = on_used, now_s
         self._table, self._epoch, self.new_id = table, epoch, new_id
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         #: Slots with a hard pin, and the number of hard pins of each.
@@ -65,24 +65,24 @@ class LeaseTable(OwnedTable[_Lease]):
         #: All slots that other tiers have pinned, and the number of these pins of each.
         self._lent: Counter[int] = Counter()
         #: When each lease and pin began, by kind and id, the oldest first.
-        self._began_s: dict[PinKind, dict[int, float]] = {kind: {} for kind in PinKind}
+        self.began_s: dict[PinKind, dict[int, float]] = {kind: {} for kind in PinKind}
 
     def add(self, number: int, entry: _Lease) -> None:
         """Add a lease or pin under a new id."""
         super().add(number, entry)
-        self._began_s[entry.kind][number] = self._now_s()
+        self.began_s[entry.kind][number] = self.now_s()
 
     def pop(self, number: int) -> _Lease:
         """Remove a lease or pin and return it."""
         entry = super().pop(number)
-        del self._began_s[entry.kind][number]
+        del self.began_s[entry.kind][number]
         return entry
 
     def ages(self, now_s: float) -> dict[str, dict[str, float]]:
         """Return number and age of the oldest of each kind; see `Pool.pins`."""
         return {
             kind.name.lower(): {"num": len(began_s), "oldest_s": max(0.0, now_s - next(iter(began_s.values()), now_s))}
-            for kind, began_s in self._began_s.items()
+            for kind, began_s in self.began_s.items()
         }
 
     def pin(
@@ -281,7 +281,7 @@ class LeaseTable(OwnedTable[_Lease]):
         lent = Counter(slot for lease in self.held.values() if lease.is_lent for slot in lease.slots)
         assert lent == self._lent, "slots pinned by other tiers"
         assert self._num_lent == sum(lease.num_lent for lease in self.held.values()), "slots lent to other tiers"
-        began = {number: kind for kind, ids in self._began_s.items() for number in ids}
+        began = {number: kind for kind, ids in self.began_s.items() for number in ids}
         assert began == {number: lease.kind for number, lease in self.held.items()}, "begins of leases"
         assert self.num_soft_pins == sum(lease.kind is PinKind.SOFT for lease in self.held.values()), "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"

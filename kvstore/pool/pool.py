@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import count as count_from
+from typing import TypeVar
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, HeldBlock, PinKind, PoolStats, StoreTicket, Victims
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Grant", "PinKind", "Pool", "PoolStats", "StoreTicket"]
 
+T = TypeVar("T")
 _NEVER_S = float("inf")
 #: The most cleared slots that one sweep step gives back; it takes a millisecond or two.
 _SWEPT_AT_ONCE = 2048
@@ -557,6 +559,14 @@ class Pool:
             raise StoreUnavailable("this life of the node store has ended, and the next one begins; make a new client")
 
     # Inspection.
+
+    def look(self, read: Callable[[SlotTable, LeaseTable], T]) -> T:
+        """Return what a function reads, under the pool's lock, so it has to be short; it must change nothing.
+
+        For kvstore.pool.inspection, which goes through a large pool in slices.
+        """
+        with self._lock:
+            return read(self.table, self.leases)
 
     def drain_events(self) -> list[tuple[bool, bytes]] | None:
         """Return and forget the changes since the last call, in order: (became findable or not, hash).

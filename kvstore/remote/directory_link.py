@@ -27,6 +27,7 @@ from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import OWNER_KEY_BYTES, decode_found
 from kvstore.runtime import clock
 from kvstore.runtime.guard import Guard
+from kvstore.runtime.life import log_life
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Hints:
         epoch: this life of the store; the directory distinguishes the connections of different lives by it.
         is_shard: the directory has other shards, too: batches without news are only sent as heartbeats, and questions
             do not wait long for others.
+        number: of the shard.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Hints:
         epoch: bytes | None = None,
         *,
         is_shard: bool = False,
+        number: int = 0,
     ) -> None:
         self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
         self._epoch = secrets.token_bytes(8) if epoch is None else epoch
@@ -86,6 +89,7 @@ class Hints:
         self.versions, self._clear, self._told = versions, clear, 0
         self._announcements = Announcements()
         self._is_shard, self._answered_s = is_shard, -math.inf
+        self._number, self._is_lost = number, False
         self._condition = threading.Condition()
         #: The callers that wait for the publishing of a batch.
         self.waiting: list[Waiting] = []
@@ -318,7 +322,9 @@ class Hints:
                 self._publisher.close()
             if not isinstance(error, KVStoreError):
                 raise
-            logger.info("could not publish hints: %s; will announce everything anew", error)
+            if not (self._is_lost or self._stopping):
+                self._is_lost = True
+                log_life("directory_lost", level=logging.WARNING, node=self._node_id, shard=self._number, reason=error)
             return False
         self._told, self._answered_s = told, clock.now_s()
         self.versions.hear_all(news.versions, self._clear)
@@ -326,6 +332,9 @@ class Hints:
         self.has_met.set()
         if news.is_settled:
             self.knows_clearings.set()
+        if self._is_lost and self._announcements.is_all_told:
+            self._is_lost = False
+            log_life("directory_resynced", node=self._node_id, shard=self._number)
         return True
 
 

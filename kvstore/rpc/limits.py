@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvstore.rpc.connection import Connection
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.life import log_life
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +66,7 @@ class Strangers:
     def refused(self, connection: Connection, reason: object) -> None:
         """Count and log a refused stranger; the caller closes the connection."""
         self.num_cut += 1
-        if self._limit.passes():
-            more = self._limit.take_held_back()
-            text = "control: a connection from %s was cut before its HELLO was accepted: %s (%d more were not logged)"
-            logger.warning(text, connection.host, reason, more)
+        log_life("client_refused", level=logging.WARNING, limit=self._limit, host=connection.host, reason=reason)
 
     def _make_room(self, found: list[Connection], most: int) -> None:
         for connection in found[: max(0, len(found) - most)]:

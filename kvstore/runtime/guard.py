@@ -13,19 +13,23 @@ _LOG_EVERY_S = 10.0
 
 @dataclass(slots=True)
 class LogLimit:
-    """Lets one entry in `every_s` seconds through, and counts the others."""
+    """Lets `at_once` entries in `every_s` seconds through, and counts the others."""
 
     every_s: float = _LOG_EVERY_S
     num_held_back: int = 0
+    at_once: int = 1
     _next_s: float = 0.0
+    _num_passed: int = 0
 
     def passes(self) -> bool:
         """Return whether an entry may be written now."""
         now_s = time.monotonic()
-        if now_s < self._next_s:
+        if now_s >= self._next_s:
+            self._next_s, self._num_passed = now_s + self.every_s, 0
+        if self._num_passed >= self.at_once:
             self.num_held_back += 1
             return False
-        self._next_s = now_s + self.every_s
+        self._num_passed += 1
         return True
 
     def take_held_back(self) -> int:

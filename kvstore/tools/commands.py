@@ -201,18 +201,6 @@ _DOCTOR = (
     ),
     click.option("--disk-path", default=None, help="Where --roundtrip makes a folder, and removes it."),
 )
-#: Of `kvstore top`.
-_TOP = (
-    click.option(
-        "--interval",
-        "interval_s",
-        type=Seconds(0.1, 3600.0),
-        default=2.0,
-        show_default=True,
-        help="Seconds between two looks.",
-    ),
-    click.option("--once", is_flag=True, help="Show one interval and end."),
-)
 
 
 def _with_options(command: _Function, options: Sequence[Callable[[_Function], _Function]]) -> _Function:
@@ -224,11 +212,6 @@ def _with_options(command: _Function, options: Sequence[Callable[[_Function], _F
 def doctor_options(command: _Function) -> _Function:
     """Give a command the options of the doctor."""
     return _with_options(command, _DOCTOR)
-
-
-def top_options(command: _Function) -> _Function:
-    """Give a command the options of `kvstore top`."""
-    return _with_options(command, _TOP)
 
 
 def eviction_options(command: _Function) -> _Function:

@@ -1,4 +1,4 @@
-"""What the nodes of a store do now: rates between two statistics, as rows and as a table that goes on."""
+"""What the nodes of a store do now: rates between two statistics, as rows and as a table; and `kvstore top`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+
+from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds
 
 #: Of blocks that loads asked for; the rest were missed.
 _TIERS = ("memory", "disk", "peer")
@@ -115,6 +117,32 @@ def watch(
             if is_once:
                 return
             before = after
+
+
+def top_command(connect: Callable[[str, str | None], Any]) -> click.Command:
+    """Return the command; `connect` returns the handle of a store, by its name and address."""
+
+    @click.command("top", cls=Command, short_help="Watch what every node does.")
+    @NAME
+    @ADDRESS
+    @JSON
+    @click.option(
+        "--interval",
+        "interval_s",
+        type=Seconds(0.1, 3600.0),
+        default=2.0,
+        show_default=True,
+        help="Seconds between two looks.",
+    )
+    @click.option("--once", is_flag=True, help="Show one interval and end.")
+    def top(name: str, address: str | None, as_json: bool, interval_s: float, once: bool) -> None:
+        """Watch what every node does: use, hits, GB/s by way, pins, queues, evictions; Ctrl-C ends it.
+
+        Shares and rates are those of the last interval. With --json each interval is one object on a line of its own.
+        """
+        watch(lambda: connect(name, address), interval_s, is_once=once, as_json=as_json)
+
+    return top
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 
+import prometheus_client
 import ray  # noqa: F401 - imported once for all
 import vllm.distributed.device_communicators.shm_broadcast
 import vllm.v1.engine.core
@@ -310,6 +311,10 @@ class EngineProcess:
     def give_store(self, rank):
         """Let it have its store again."""
         self.engine.collective_rpc(give_store_to, args=(rank,))
+
+    def metrics(self):
+        """What vLLM's own /metrics would show now."""
+        return prometheus_client.generate_latest().decode()
 
     def drafts(self):
         """How many tokens were drafted, and how many of those accepted."""

@@ -208,6 +208,20 @@ class RaykvConnector(KVConnectorBase_V1):
         return self.stats.take()
 
     @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """Return what puts the stats among vLLM's own metrics; docs/vllm.md has their names."""
+        # Only the process that serves vLLM's metrics needs it.
+        from kvstore.integrations.vllm.prometheus import RaykvPromMetrics
+
+        return RaykvPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RaykvStats:
         """Rebuild stats from the data that vLLM passed between processes."""
         return RaykvStats(data)

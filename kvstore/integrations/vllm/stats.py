@@ -39,7 +39,7 @@ class Stats:
         exponent = math.ceil(math.log(max(seconds, 1e-9) * 1e6, _STEP))
         bucket = str(min(max(exponent, 0), _NUM_BUCKETS - 1))
         with self._lock:
-            self._since.add_times(name, {"max_s": seconds, "sum_s": seconds, "buckets": {bucket: 1}})
+            self._since.add_times(name, {"max_s": seconds, "buckets": {bucket: 1}, "sums_s": {bucket: seconds}})
 
     @contextlib.contextmanager
     def timed(self, *names: str) -> Iterator[None]:
@@ -70,7 +70,8 @@ class RaykvStats(KVConnectorStats):
     """An interval's counts and times, as vLLM passes them between processes.
 
     Args:
-        data: {"counts": {name: number}, "times": {name: {"max_s", "sum_s", "buckets"}}}.
+        data: {"counts": {name: number}, "times": {name: {"max_s", "buckets", "sums_s"}}}. The last two are by bucket:
+            the number of events, and their seconds together.
     """
 
     data: dict[str, Any]
@@ -92,11 +93,11 @@ class RaykvStats(KVConnectorStats):
 
     def add_times(self, name: str, times: Mapping[str, Any]) -> None:
         """Add events with a name, in the format of `data`."""
-        mine = self.data["times"].setdefault(name, {"max_s": 0.0, "sum_s": 0.0, "buckets": {}})
+        mine = self.data["times"].setdefault(name, {"max_s": 0.0, "buckets": {}, "sums_s": {}})
         mine["max_s"] = max(mine["max_s"], times["max_s"])
-        mine["sum_s"] += times["sum_s"]
-        for bucket, number in times["buckets"].items():
-            mine["buckets"][bucket] = mine["buckets"].get(bucket, 0) + number
+        for kind in ("buckets", "sums_s"):
+            for bucket, number in times[kind].items():
+                mine[kind][bucket] = mine[kind].get(bucket, 0) + number
 
     def aggregate(self, other: Any) -> RaykvStats:
         """Add the counts and times of another worker or interval."""
@@ -115,6 +116,11 @@ class RaykvStats(KVConnectorStats):
                 flat[f"{name}_p{share}_ms"] = round(min(_quantile_s(times["buckets"], share), times["max_s"]) * 1e3, 4)
             flat[f"{name}_max_ms"] = round(times["max_s"] * 1e3, 4)
         return flat
+
+
+def bucket_mean_s(times: Mapping[str, Any], bucket: str) -> float:
+    """Return the mean of the times of one bucket."""
+    return float(times["sums_s"][bucket]) / int(times["buckets"][bucket])
 
 
 def _quantile_s(buckets: Mapping[str, int], share: int) -> float:

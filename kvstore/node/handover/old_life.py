@@ -17,6 +17,7 @@ from kvstore.pool.handover.adoption import OLD_WRITER
 from kvstore.pool.handover.image import PoolImage
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.runtime import clock
+from kvstore.runtime.life import log_life
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,14 @@ class OldLife:
         stats = pool.stats()
         num_held = sum(len(held.slots) for held in self._image.writers)
         self.beginning = Beginning(not why, stats.num_idle + stats.num_pinned, num_held, why)
-        logger.info("node %s goes on with the memory of its last store: %s", state.node_id, self.beginning)
+        log_life(
+            "cold_start" if why else "warm_restart",
+            store=state.config.name,
+            node=state.node_id,
+            num_held_slots=num_held,
+            num_blocks=self.beginning.num_blocks,
+            reason=why or None,
+        )
         self.processes.start()
 
     def _adopt(self, state: NodeState) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,7 @@ from kvstore.node.handover.moving import fits, move
 from kvstore.node.handover.old_life import Beginning, OldLife, check_is_of
 from kvstore.node.handover.processes import end, pid_of
 from kvstore.node.handover.transfer import TAKE, Parcel, connect, receive, send
-
-logger = logging.getLogger(__name__)
+from kvstore.runtime.life import log_life
 
 #: For the holder's answer.
 _ANSWER_S = 5.0
@@ -99,6 +97,6 @@ def begin(make: Callable[[OldLife | None], T], old: OldLife | None, why_cold: st
             return make(old), old.beginning
         except KVStoreError as error:
             why_cold = f"the memory of the old store could not be used: {error}"
-            logger.warning("%s", why_cold)
+            log_life("cold_start", reason=why_cold)
             old.processes.close()
     return make(None), Beginning(why_cold=why_cold)

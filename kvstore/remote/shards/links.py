@@ -133,7 +133,7 @@ def link_to_directory(
         [
             Hints(
                 node_id, partial(resolve, number), timeout_s, versions, clear, partial(alone.say, number), epoch,
-                is_shard=True,
+                is_shard=True, number=number,
             )
             for number in range(num_shards)
         ]

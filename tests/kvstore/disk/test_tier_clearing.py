@@ -5,7 +5,7 @@ import threading
 import pytest
 from disk_store import HALF, SOON_S, Store, wait_until
 
-from kvstore.disk import tier as module
+from kvstore.disk import restore as module
 from kvstore.disk.folder import VERSIONS
 from kvstore.disk.threads import _NUM_THREADS
 from kvstore.disk.versions_file import read_versions

@@ -5,6 +5,7 @@ The engine's stream, and not its thread, waits for such a load. Why: docs/adr/00
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import Counter
@@ -12,6 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore.blocks.part import Part
+from kvstore.blocks.shape import KVShape
 from kvstore.client.client import Client
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult
@@ -29,6 +32,8 @@ class Running:
     begin_s: float
     #: Of a load: set when nothing can refuse it any more, so that a thread waiting for its copies may go on.
     queued: threading.Event = field(default_factory=threading.Event)
+    #: Of this rank's part of a block.
+    part_bytes: int = 0
 
 
 class Landing:
@@ -95,6 +100,12 @@ class Landing:
 def count_load(stats: Stats, load: Running, result: LoadResult, verb: str = "load") -> None:
     """Count an ended load, or an ended fetch of a hand-off."""
     stats.time(verb, time.perf_counter() - load.begin_s)
-    stats.count(f"num_{verb}ed_local_blocks", result.num_local)
-    stats.count(f"num_{verb}ed_peer_blocks", result.num_peer)
-    stats.count(f"num_{verb}ed_disk_blocks", result.num_disk)
+    for tier, num_blocks in (("local", result.num_local), ("peer", result.num_peer), ("disk", result.num_disk)):
+        stats.count(f"num_{verb}ed_{tier}_blocks", num_blocks)
+        stats.count(f"num_{verb}ed_{tier}_bytes", num_blocks * load.part_bytes)
+
+
+@functools.cache
+def part_bytes(part: Part, shape: KVShape) -> int:
+    """Return the bytes of a rank's part of a block."""
+    return part.held(shape).block_bytes

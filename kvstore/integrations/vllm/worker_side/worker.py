@@ -22,7 +22,7 @@ from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.plan import LoadPlan, Local, SavePlan, StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.stats import Stats
 from kvstore.integrations.vllm.worker_side.cache import Cache
-from kvstore.integrations.vllm.worker_side.landing import Landing, Running, count_load
+from kvstore.integrations.vllm.worker_side.landing import Landing, Running, count_load, part_bytes
 from kvstore.integrations.vllm.worker_side.publishing import Publishing
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,8 @@ class WorkerSide:
 
     def _running(self, plan: Any, client: Client, job: Job[Any], queued: threading.Event | None = None) -> Running:
         job.add_done_callback(lambda _: self.job_ended.set())
-        return Running(plan, client, job, time.perf_counter(), queued or threading.Event())
+        size = part_bytes(client.part, client.space.shape)
+        return Running(plan, client, job, time.perf_counter(), queued or threading.Event(), size)
 
     def _end_save(self, save: Running) -> None:
         self._forget_save(save)
@@ -285,9 +286,11 @@ class WorkerSide:
         if isinstance(result, HandoffTicket):
             self.stats.time("publish", time.perf_counter() - save.begin_s)
             self.stats.count("num_published_blocks", result.num_blocks)
+            self.stats.count("num_published_bytes", result.num_blocks * save.part_bytes)
             return
         self.stats.time("save", time.perf_counter() - save.begin_s)
         self.stats.count("num_saved_blocks", result.num_written)
+        self.stats.count("num_saved_bytes", result.num_written * save.part_bytes)
         self.stats.count("num_refused_blocks", result.num_refused)
         if result.num_written and self._part.index == 0:
             self._report.stored.append((save.plan.req_id, result.num_blocks))
@@ -324,8 +327,10 @@ class WorkerSide:
     def _count_failed_save(self, plan: SavePlan, client: Client, error: KVStoreError) -> None:
         if plan.tickets:
             self.stats.count("num_failed_publications")
+            self.stats.count(f"num_failed_publications_{type(error).__name__}")
             logger.warning("a request could not be handed off, so the decode engine computes it: %s", error)
         else:
             self.stats.count("num_failed_saves")
+            self.stats.count(f"num_failed_saves_{type(error).__name__}")
             logger.info("a save failed: %s", error)
         self.cache.link.failed(client, error)

@@ -1,0 +1,56 @@
+"""Log the events in the life of a store: one line each, as `event=... key=value ...`, or JSON (docs/logs.md)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+from kvstore.config import wants_json_logs
+from kvstore.runtime.guard import LogLimit
+
+logger = logging.getLogger("kvstore.life")
+
+#: Lines of one kind that pass a limit in ten seconds, where a client could cause them without end.
+MOST_LINES = 20
+_PLAIN = re.compile(r"[A-Za-z0-9_./:+@-]+")
+_MOST_CHARS = 300
+
+
+def log_life(event: str, *, level: int = logging.INFO, limit: LogLimit | None = None, **facts: Any) -> None:
+    """Log one event. It goes to the logger "kvstore.life", and never raises.
+
+    Args:
+        event: its name, of small letters.
+        level: of the line.
+        limit: for events that a client could cause without end; the next line says how many were held back.
+        facts: what is known of it: text, numbers, or None for what is left out. No secrets, tokens or salts.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    if limit is not None:
+        if not limit.passes():
+            return
+        facts["num_held_back"] = limit.take_held_back() or None
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    line: dict[str, Any] = {"event": event, "time": now, "level": logging.getLevelName(level).lower()}
+    line |= {"pid": os.getpid(), **{name: _short(value) for name, value in facts.items() if value is not None}}
+    as_json = wants_json_logs()
+    text = json.dumps(line) if as_json else " ".join(f"{name}={_word(value)}" for name, value in line.items())
+    logger.log(level, "%s", text)
+
+
+def _short(value: Any) -> str | int | float | bool:
+    if isinstance(value, bool | int | float):
+        return value
+    text = " ".join(str(value).split())
+    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
+
+
+def _word(value: str | int | float | bool) -> str:
+    """Return a value without spaces around it; text with other signs is written as in JSON."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

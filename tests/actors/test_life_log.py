@@ -1,0 +1,60 @@
+"""The life of a store on a real Ray, as the stderr of its actors tells it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import kvstore
+
+pytestmark = pytest.mark.ray
+
+NAME = "told"
+
+
+def lines_of(pid):
+    """The events that a process wrote to its stderr, which Ray keeps in a file."""
+    text = Path(os.readlink(f"/proc/{pid}/fd/2")).read_text()
+    return [line for line in text.splitlines() if line.startswith("event=")]
+
+
+def words(line):
+    return dict(re.findall(r"(\w+)=(\S+)", line))
+
+
+def test_the_actors_of_a_store_write_its_life_to_their_logs(
+    ray_cluster, node_ids, make_space, chain_of, open_engine, eventually
+):
+    import ray
+
+    store = kvstore.start("8MiB", name=NAME, address=ray_cluster.address, lease_ttl_s=2.0)
+    try:
+        pids = {node: each["pid"] for node, each in store.stats()["nodes"].items()}
+        supervisor = ray.get_actor(f"raykv/{NAME}/supervisor", namespace="raykv")
+        pid = ray.get(supervisor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+        joined = [words(line) for line in lines_of(pid)]
+        assert [(each["event"], each["store"]) for each in joined] == [("node_joined", NAME)] * 2
+        assert {each["node"] for each in joined} == set(node_ids)
+
+        space = make_space("told")
+        engine = open_engine(store, space, node_ids[0])
+        engine.save(chain_of(space, 3))
+        store.clear(space)
+        store.drain(node_ids[0], 5.0)
+        ray.get(kvstore.node_store(node_ids[0], name=NAME).undrain.remote(), timeout=30)
+        named = [words(line)["event"] for line in lines_of(pids[node_ids[0]])]
+        assert named == ["store_started", "namespace_cleared", "store_draining", "store_undrained"]
+        assert [words(line)["event"] for line in lines_of(pids[node_ids[1]])] == ["store_started", "namespace_cleared"]
+
+        engine.save(chain_of(space, 4, seed=1))
+        engine.client.close()
+        store.restart([node_ids[0]], lease_ttl_s=3.0)
+        after = store.stats()["nodes"][node_ids[0]]["pid"]
+        warm, started = [words(line) for line in lines_of(after)]
+        assert (warm["event"], warm["num_blocks"], warm["node"]) == ("warm_restart", "4", node_ids[0])
+        assert started["event"] == "store_started"
+    finally:
+        store.stop()
