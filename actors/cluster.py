@@ -76,25 +76,31 @@ class Store:
         return self._session.address
 
     def client(
-        self, space: Namespace, part: Part | Sequence[int] | None = None, *, node_id: str | None = None
+        self,
+        space: Namespace,
+        part: Part | Sequence[int] | None = None,
+        *,
+        tenant: str = "",
+        node_id: str | None = None,
     ) -> Client:
         """Open a client on this process's node.
 
         Args:
             space: what the blocks mean.
             part: which part of each block this rank of several holds: (tp_rank, tp_size, pp_rank, pp_size).
+            tenant: whose quotas count for this client; see `Client`.
             node_id: another node whose store shares this machine, as in a cluster simulated on one host.
 
         Raises:
             InvalidRequest: `space` is not a namespace.
             StoreNotRunning: this node has no store, or it is on another machine.
-            ConfigError: the store's slots are too small for these blocks.
+            ConfigError: the store's slots are too small for these blocks, or it has no such tenant.
             LayoutMismatch: these blocks cannot be divided among so many ranks.
         """
         # Imports torch, which starting and stopping a store do not need.
         from kvstore.client.client import Client
 
-        return Client(self.control_path(node_id=node_id), space, part)
+        return Client(self.control_path(node_id=node_id), space, part, tenant=tenant)
 
     def control_path(self, *, node_id: str | None = None) -> str:
         """Return the socket path of a node's store, for a `kvstore.Client` in another process there.

@@ -30,15 +30,15 @@ from kvstore.disk.writer import OWNER, Writer
 from kvstore.errors import ConfigError, DiskUnavailable
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.make import disk_tenants
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
 from kvstore.runtime.rates import MeasuredRate
 
 logger = logging.getLogger(__name__)
 
-_STOP_S = 2.0
-#: How long the blocks of memory may be written back when a store ends.
-_WRITE_BACK_S = 5.0
+#: How long threads may take to end, and the blocks of memory to be written back, when a store ends.
+_STOP_S, _WRITE_BACK_S = 2.0, 5.0
 #: Blocks that may wait to be written, at most; a place in the queue costs some tens of bytes.
 _MOST_QUEUED = 1 << 16
 
@@ -51,8 +51,7 @@ class DiskTier:
     cleared while this node was away.
 
     Args:
-        config: of the store.
-        node_id: of this node.
+        config, node_id: of the store, and of this node.
         versions_now: returns the versions of all namespaces that this node knows were cleared.
 
     Raises:
@@ -98,9 +97,7 @@ class DiskTier:
         version_of: Callable[[bytes], int],
         changed: Callable[[], object],
     ) -> None:
-        """Divide the disk into slots. If the disk refuses, the tier stays off, and `why_off` says why.
-
-        Waits for the disk.
+        """Divide the disk into slots, and wait for it. If it refuses, the tier stays off, and `why_off` says why.
 
         Args:
             memory_pool: of the arena.
@@ -136,7 +133,9 @@ class DiskTier:
                 self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
             if self.note:
                 logger.info("disk tier %s: %s", self._folder.path, self.note)
-            pool = Pool(num_slots, presence=presence, has_roots=self._config.num_directory_shards > 1)
+            tenants = disk_tenants(self._config.tenants, num_slots, slot_bytes)
+            has_roots = self._config.num_directory_shards > 1
+            pool = Pool(num_slots, presence=presence, has_roots=has_roots, tenants=tenants)
             self._context = TierContext(
                 tier_id=bytes.fromhex(label.tier_id),
                 memory_pool=memory_pool,
@@ -196,7 +195,7 @@ class DiskTier:
         num_clears = {record.namespace: context.disk_pool.num_clears(record.namespace) for record in found}
         num_whole = min(slots.num_slots, slots.old_bytes // slots.stride_bytes)
         records = usable(found, num_whole, slots.slot_bytes, context.version_of)
-        return restore(context.disk_pool, context.places, records, num_clears)
+        return restore(context.disk_pool, context.places, records, num_clears, self._config.tenants)
 
     def offer(self, namespace: bytes, slots: list[int], owner: str) -> None:
         """Note that blocks of memory became readable. Under the memory pool's lock, so nothing here waits."""
@@ -237,6 +236,7 @@ class DiskTier:
         on_ready: Callable[[int, int], object],
         on_claim: Callable[[list[bytes]], object] = lambda hashes: None,
         num_bytes: int = 0,
+        tenant: str = "",
     ) -> DiskRead | None:
         """Begin to read the leading blocks of a run into memory; see `Reader.begin`.
 
@@ -246,7 +246,7 @@ class DiskTier:
         """
         if self._reader is None or self.is_off:
             raise DiskUnavailable(f"the disk tier is off: {self.reason or 'it has not begun'}")
-        return self._reader.begin(chain, on_ready, on_claim, num_bytes)
+        return self._reader.begin(chain, on_ready, on_claim, num_bytes, tenant)
 
     def clear(self, namespace: bytes) -> bool:
         """Make all blocks of a namespace's group unfindable on the disk; return True.

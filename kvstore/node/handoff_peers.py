@@ -17,11 +17,11 @@ from kvstore.handoff.table import HandoffTable
 from kvstore.handoff.waiting import WaitingClaims
 from kvstore.mover.messages import Spill
 from kvstore.node.peer_service import PeerControl, most_for_peers_s
-from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op, pack_error
 from kvstore.rpc.handoff_messages import decode_end
+from kvstore.runtime.clock import deadline_after
 from kvstore.runtime.store_threads import Blocking
 
 _NO_CLAIM = Claim(0, np.empty(0, np.int32))

@@ -12,13 +12,13 @@ from kvstore.blocks.priority import NORMAL, OF_LOW_READER, Priority
 from kvstore.bounds import check_seconds
 from kvstore.errors import StoreDraining
 from kvstore.node.later import Asked, answer_all, send_piece
-from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.remote.load import Load
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op
 from kvstore.rpc.messages import FoundByStore, Progress, decode_ask_load, decode_ask_lookup
 from kvstore.runtime import clock
+from kvstore.runtime.clock import deadline_after
 from kvstore.runtime.store_threads import Blocking
 
 #: Makes the answer to a question about a chain, of which so many blocks are in memory, until a time; None if it
@@ -98,7 +98,8 @@ class LoadControl:
         # Look at the first block only: if it is not here, the rest of the chain need not be searched here.
         held = chain if pool.lookup(chain.head(1)) else chain.head(0)
         retention = OF_LOW_READER if asked.priority is Priority.LOW else NORMAL
-        grant = pool.pin_prefix(held, connection.owner, deadline_after(asked.ttl_s), retention=retention)
+        deadline_s, tenant = deadline_after(asked.ttl_s), connection.tenant
+        grant = pool.pin_prefix(held, connection.owner, deadline_s, retention=retention, tenant=tenant)
         self._wake()
         question = message.request  # Do not keep the message: its bytes would stay in memory while the load waits.
         connection.gave = question, partial(pool.release, grant.lease_id, connection.owner)
@@ -116,6 +117,7 @@ class LoadControl:
             send=partial(send_piece, connection, message.op, question, counted=counted),
             is_open=lambda: not connection.closed,
             retention=retention,
+            tenant=tenant,
         )
         load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
         if grant.num_refused:

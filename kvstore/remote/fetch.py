@@ -213,7 +213,7 @@ class Fetcher:
         try:
             began_s = clock.now_s()
             most = max(1, _MOST_DISK_BYTES // load.block_bytes)
-            read = disk.read(rest.head(most), ready, claimed, load.block_bytes)
+            read = disk.read(rest.head(most), ready, claimed, load.block_bytes, tenant=load.tenant)
             if read is None:
                 return load.pin_more() > 0
             has_ended = read.wait(load.deadline_s)
@@ -282,6 +282,7 @@ class Fetcher:
             ttl_s=ttl_s,
             within_s=call_s(config, load.deadline_s),
             is_low=load.retention is OF_LOW_READER,
+            tenant=load.tenant,
         )
         with PeerRead(self._context, load, peer, chain, until_s) as read:
             if is_quarantine_full(load.pool, config.max_quarantined_fraction):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.limits import SHARED
 from kvstore.rpc.messages import LoadReport, Progress
 from kvstore.runtime import clock
 
@@ -31,6 +32,7 @@ class Load:
         send: sends a piece of the answer to the client; the piece with the report is the last. Any thread.
         is_open: returns whether the client's connection is open; if not, nothing more is pinned for it.
         retention: of the load, as for `Pool.pin_prefix`.
+        tenant: for which blocks are brought; they are its own, and its lease is made for it.
         num_ready: number of blocks that are leased already.
     """
 
@@ -46,6 +48,7 @@ class Load:
     send: Callable[[Progress], object]
     is_open: Callable[[], bool] = lambda: True
     retention: Retention = NORMAL
+    tenant: str = SHARED
     num_ready: int = 0
     #: Whether other nodes may be asked; if not, only the disk of this node is.
     may_ask_peers: bool = True
