@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CALL_S = 10.0
-_END_S = 30.0
+_CALL_S, _END_S = 10.0, 30.0
 #: Limit for the supervisor to name the call that started it. The rest of `_END_S` is for ending actors that hang.
 _STARTER_S = 5.0
 
@@ -48,8 +47,7 @@ class Store:
     """
 
     def __init__(self, config: StoreConfig, session: RaySession, started_as: str | None = None) -> None:
-        self.config = config
-        self._session = session
+        self.config, self._session = config, session
         self._started_as = started_as  # None: another handle started the store, and only that stops it.
         self._pid = os.getpid()
         self._closed, self._has_ended = False, False

@@ -68,7 +68,7 @@ class Attachment:
         # The store may end during the first question: create everything that `lose` closes before it.
         self.threads, self.clears = JobThreads(), ClearCounts()
         lose = weakref.WeakMethod(self.lose)
-        self.store = StoreConnections(control_path, tenant, lambda: (call := lose()) and call())
+        self.store = StoreConnections(control_path, lambda: (call := lose()) and call(), tenant)
         self.stage = StageLink(self.store.ask)
         self.arena = self.store.arena
         self.mapping = ArenaMapping(self.arena)

@@ -220,7 +220,9 @@ class BlockIndex:
         Cleared ones stay: `sweep` frees them.
         """
         own, space = self.block_hash[slot], self.space[slot]
-        if self.num_children[slot] or space.is_cleared or space.ready.pop(own, None) is None:
+        if space.is_cleared:
+            return b""
+        if self.num_children[slot] or space.ready.pop(own, None) is None:
             return b""
         if self.run[slot].lost(self.place[slot]):
             self.claims.thin.add(self.run[slot])
