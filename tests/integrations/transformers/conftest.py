@@ -75,7 +75,7 @@ class LocalStore:
     def __init__(self, cluster, node_id):
         self.cluster, self.node_id, self.num_opened = cluster, node_id, 0
 
-    def client(self, space):
+    def client(self, space, *, tenant=""):
         from kvstore.errors import StoreNotRunning
 
         if self.node_id not in self.cluster.nodes:
