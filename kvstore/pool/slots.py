@@ -125,7 +125,7 @@ class SlotTable:
         why = "the others are pinned or being written; release leases or add capacity"
         if tenant and self._room(tenant) < wanted and self.num_obtainable(wanted, may_evict=may_evict) >= wanted:
             assert self.tenants is not None, "a number of a tenant comes from there"
-            self.tenants.refused(tenant, wanted)
+            self.tenants.refused(tenant, wanted if may_evict else 0)
             why = self.tenants.why_full(tenant)
         raise PoolExhausted(f"wanted {wanted} slots, got {num_there}: {why}")
 
