@@ -50,7 +50,7 @@ class Record:
         namespace: digest of its namespace.
         checksum: XXH3, 128 bits, of its bytes.
         tenant_tag: of the tenant that stored it, from `tag_of`. It stands behind the checksum of the record, where
-            older versions wrote zeros: a wrong one has the block counted for another tenant, and changes no byte of it.
+            older versions wrote zeros.
     """
 
     place: int

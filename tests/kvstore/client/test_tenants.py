@@ -7,11 +7,15 @@ import random
 import numpy as np
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.blocks.hashing import Namespace
+from kvstore.client.client import Client
+from kvstore.client.connections import StoreConnections
 from kvstore.client.results import MissReason
 from kvstore.errors import ConfigError, NamespaceMismatch, PoolExhausted
 from kvstore.quotas import TenantQuota
 from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Attach, Prepare
 from tests.kvstore.conftest import SHAPE
 from tests.kvstore.handed_off import fetch, same
 
@@ -139,8 +143,6 @@ def test_a_peers_lease_counts_for_the_tenant_on_the_node_that_grants_it(cluster,
 @pytest.mark.parametrize("name", ["nobody", "A", 7])
 def test_a_name_that_the_store_has_not_is_refused_at_connect(cluster, add, name):
     add()
-    from kvstore.client.client import Client
-
     with pytest.raises(Exception, match="tenant: wanted") as refused:
         Client(cluster.nodes["a"].control_path, cluster.space, tenant=name)
     if isinstance(name, str):
@@ -148,16 +150,63 @@ def test_a_name_that_the_store_has_not_is_refused_at_connect(cluster, add, name)
         assert "it has a, b" in str(refused.value)
 
 
-def test_the_tenant_is_that_of_the_connection_whatever_later_messages_say(cluster, add):
+def test_a_connection_that_replaces_a_broken_one_is_the_same_tenants(cluster, add):
     core = add()
-    mine = cluster.worker("a", tenant="a")
-    mine.save(cluster.hashes(3), range(3))
-    # A connection that replaces a broken one says it again, and is the same tenant's.
-    store = mine.client._attached.store
-    store.calls.close()
-    mine.save(cluster.hashes(3, seed=1), range(3))
-    assert core.pool.tenants()["a"].num_slots == 6
-    assert core.control.num_calls[Op.HELLO.name] >= 2
+    store = StoreConnections(core.control_path, lambda: None, "a")
+    try:
+        store.call(Op.ATTACH, encode(Attach(cluster.space.digest, SHAPE.block_bytes)))
+        for seed in (1, 2):
+            store.calls.close()
+            store.call(Op.PREPARE_STORE, encode(Prepare(cluster.hashes(3, seed))))
+        assert core.pool.tenants()["a"].num_slots == 6
+        assert core.control.num_calls[Op.HELLO.name] >= 3
+    finally:
+        store.end()
+        store.close(jobs_are_over=True)
+        store.arena.close()
+
+
+def test_what_a_drained_node_hands_over_stays_its_tenants(cluster, add):
+    quota = TenantQuota(max_bytes=20 * slot_bytes_of())
+    source = add("a", quota)
+    core = add("b", quota)
+    mine, theirs = cluster.worker("a", tenant="a"), cluster.worker("a", tenant="b")
+    cluster.worker("b")
+    mine.save(cluster.hashes(4, seed=1), range(4))
+    theirs.save(cluster.hashes(3, seed=2), range(3))
+    chains = source.begin_drain(1 << 20)
+    assert core.adopt(chains, 5.0, source.tenants_of(chains)) == 7
+    assert [core.pool.tenants()[name].num_slots for name in "ab"] == [4, 3]
+
+
+def test_a_tenant_at_its_quota_of_disk_pushes_out_its_own_blocks_there(cluster, tmp_path, wait_until):
+    stride = 4096 + 4096 + 256
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    settings = {
+        "capacity_bytes": NUM_SLOTS * 4096, "disk_path": str(folder), "disk_capacity_bytes": 20 * stride,
+        "tenants": {"a": {"max_disk_bytes": 6 * 4096}},
+    }  # fmt: skip
+    core = cluster.add("a", **settings)
+    mine, theirs = cluster.worker("a", tenant="a"), cluster.worker("a", seed=1)
+    disk = core.state.disk
+    theirs.save(cluster.hashes(10, seed=9), range(10))
+    wait_until(lambda: disk.pool.lookup(cluster.hashes(10, seed=9)) == 10)
+    for seed in range(1, 6):
+        mine.save(cluster.hashes(4, seed=seed), range(4))
+        wait_until(lambda seed=seed: disk.pool.lookup(cluster.hashes(4, seed=seed)) == 4)
+    assert disk.pool.lookup(cluster.hashes(10, seed=9)) == 10
+    assert core.stats()["tenants"]["a"]["num_disk_bytes"] <= 6 * 4096
+    disk.pool.check_integrity()
+    cluster.stop_node("a")
+    # The next store knows whose they are, also with other settings for them.
+    core = cluster.add("a", **{**settings, "tenants": {"a": {"max_disk_bytes": 3 * 4096}, "b": {}}})
+    cluster.client("a")
+    wait_until(lambda: not core.state.disk.is_off)
+    said = core.stats()["tenants"]
+    assert (said["a"]["num_disk_bytes"], said["b"]["num_disk_bytes"]) == (3 * 4096, 0)
+    assert core.state.disk.pool.lookup(cluster.hashes(10, seed=9)) == 10
+    core.state.disk.pool.check_integrity()
 
 
 PATHS = ("memory", "peer", "disk")
