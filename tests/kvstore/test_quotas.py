@@ -27,7 +27,7 @@ def test_settings_with_tenants_come_back_from_text_and_are_one_whatever_their_or
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"": {}}, "'' is the shared tenant's"),
+        ({"": {}}, "'' is the shared tenant"),
         ({7: {}}, "names as text"),
         ({"a b": {}}, "1 to 40 letters"),
         ({"a" * 41: {}}, "1 to 40 letters"),
