@@ -120,8 +120,8 @@ class LoadControl:
             tenant=tenant,
         )
         load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
-        if grant.num_refused:
-            load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
+        load.num_unpinned = grant.num_refused
+        load.report.reason = load.why_unpinned()
         if grant.num_refused or num_here == len(chain):
             load.send(Progress(grant.lease_id, 0, grant.packed_slots, load.report))
             return

@@ -166,6 +166,20 @@ def test_a_connection_that_replaces_a_broken_one_is_the_same_tenants(cluster, ad
         store.arena.close()
 
 
+def test_a_load_from_disk_that_outgrows_the_quota_of_pins_ends_and_says_so(cluster, add, tmp_path, wait_until):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    core = add(disk_path=str(folder), disk_capacity_bytes=1 << 20)
+    mine, hashes = cluster.worker("a", tenant="a"), cluster.hashes(7)
+    cluster.worker("a").save(hashes, range(7))
+    wait_until(lambda: core.state.disk.pool.lookup(hashes) == 7)
+    core.pool.evict(NUM_SLOTS)
+    found = mine.load(hashes, range(20, 27))
+    assert (found.num_blocks, found.failed[0].reason) == (4, MissReason.POOL_FULL)
+    assert "quota of tenant 'a'" in found.failed[0].detail
+    assert core.pool.tenants()["a"].num_slots == 7, "what was brought is the load's tenant's"
+
+
 def test_what_a_drained_node_hands_over_stays_its_tenants(cluster, add):
     quota = TenantQuota(max_bytes=20 * slot_bytes_of())
     source = add("a", quota)
