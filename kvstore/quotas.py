@@ -126,6 +126,7 @@ def parse_tenant(text: str) -> TenantQuota:
         field, is_given, value = each.partition("=")
         if not is_given or field in values:
             raise ConfigError(f"tenants: wanted NAME:FIELD=VALUE,..., each field once, got {clip(text)}")
-        is_number = field == "max_handoffs" and value.isascii() and value.isdigit()
-        values[field] = int(value[:19]) if is_number else value
+        # Python refuses to read thousands of digits; what stays text is refused below.
+        is_number = field == "max_handoffs" and value.isascii() and value.isdigit() and len(value) < 20
+        values[field] = int(value) if is_number else value
     return replace(_read_quota(values), name=name)

@@ -64,7 +64,17 @@ def test_a_tenant_of_the_command_line():
 
 
 @pytest.mark.parametrize(
-    "text", ["a:max_bytes", "a:max_bytes=1,max_bytes=2", "a:max=3", "a:max_handoffs=x", "a b", "a:max_bytes=-1", "a:=1"]
+    "text",
+    [
+        "a:max_bytes",
+        "a:max_bytes=1,max_bytes=2",
+        "a:max=3",
+        "a:max_handoffs=x",
+        "a b",
+        "a:max_bytes=-1",
+        "a:=1",
+        "a:max_handoffs=" + 30 * "9",
+    ],
 )
 def test_a_text_that_is_no_tenant_is_refused(text):
     with pytest.raises(ConfigError, match=r"tenants: wanted|wanted a size"):

@@ -30,7 +30,7 @@ class TenantOrder(PriorityOrder):
         policy: of all blocks.
         num_slots: of the pool.
         now_s: the clock by which priorities end, in seconds.
-        tenants: says whose a slot is; it changes after `claimed`'s slots are a tenant's, and after `freed`.
+        tenants: says whose each slot is, from before `claimed` until after `freed`.
     """
 
     def __init__(
