@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CALL_S = 10.0
-_END_S = 30.0
+_CALL_S, _END_S = 10.0, 30.0
 #: Limit for the supervisor to name the call that started it. The rest of `_END_S` is for ending actors that hang.
 _STARTER_S = 5.0
 
@@ -48,8 +47,7 @@ class Store:
     """
 
     def __init__(self, config: StoreConfig, session: RaySession, started_as: str | None = None) -> None:
-        self.config = config
-        self._session = session
+        self.config, self._session = config, session
         self._started_as = started_as  # None: another handle started the store, and only that stops it.
         self._pid = os.getpid()
         self._closed, self._has_ended = False, False
@@ -76,25 +74,31 @@ class Store:
         return self._session.address
 
     def client(
-        self, space: Namespace, part: Part | Sequence[int] | None = None, *, node_id: str | None = None
+        self,
+        space: Namespace,
+        part: Part | Sequence[int] | None = None,
+        *,
+        tenant: str = "",
+        node_id: str | None = None,
     ) -> Client:
         """Open a client on this process's node.
 
         Args:
             space: what the blocks mean.
             part: which part of each block this rank of several holds: (tp_rank, tp_size, pp_rank, pp_size).
+            tenant: whose quotas count for this client; see `Client`.
             node_id: another node whose store shares this machine, as in a cluster simulated on one host.
 
         Raises:
             InvalidRequest: `space` is not a namespace.
             StoreNotRunning: this node has no store, or it is on another machine.
-            ConfigError: the store's slots are too small for these blocks.
+            ConfigError: the store's slots are too small for these blocks, or it has no such tenant.
             LayoutMismatch: these blocks cannot be divided among so many ranks.
         """
         # Imports torch, which starting and stopping a store do not need.
         from kvstore.client.client import Client
 
-        return Client(self.control_path(node_id=node_id), space, part)
+        return Client(self.control_path(node_id=node_id), space, part, tenant=tenant)
 
     def control_path(self, *, node_id: str | None = None) -> str:
         """Return the socket path of a node's store, for a `kvstore.Client` in another process there.

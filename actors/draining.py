@@ -28,13 +28,15 @@ def drain_node(node_id: str, stores: Mapping[str, Any], timeout_s: float, hand_o
     if node_id not in stores:
         raise StoreNotRunning(f"node {node_id!r} has no store; nodes: {sorted(stores)}")
     chains = call("drain", stores[node_id].begin_drain, hand_over_bytes, timeout_s=_CALL_S)
+    # Before they can be evicted here: a node that takes them over counts them for the same tenants.
+    tenants = call("drain", stores[node_id].tenants_of, chains, timeout_s=_CALL_S) if chains else []
     handed_over = 0
     for node, other in stores.items() if chains else ():
         if node == node_id:
             continue
         share_s = max(0.1, (deadline_s - time.monotonic()) / 2)
         try:
-            handed_over = int(call("drain", other.adopt, chains, share_s, timeout_s=share_s + 5))
+            handed_over = int(call("drain", other.adopt, chains, share_s, tenants, timeout_s=share_s + 5))
             break
         except KVStoreError as error:  # Drained as well, or just ending: another one may take them.
             logger.info("node %s takes no chains of node %s: %s", node, node_id, error)

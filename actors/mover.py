@@ -7,12 +7,13 @@ import os
 import threading
 import time
 
-from kvstore.config import PROTOCOL_VERSION, StoreConfig, num_copy_threads, set_ucx_lane
+from kvstore.config import PROTOCOL_VERSION, StoreConfig, set_ucx_lane
 from kvstore.memory.arena import attach_arena
 from kvstore.mover.gpu_stage import GpuStage
 from kvstore.mover.process import Mover as MoverLoop
 from kvstore.mover.slabs import Slabs
 from kvstore.rpc.connect import connect_local, greeting_of
+from kvstore.runtime.cores import num_copy_threads
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -36,6 +37,7 @@ from kvstore.node.handover.old_life import OldLife
 from kvstore.node.handover.taking import begin, take_old_life
 from kvstore.node.handover.transfer import handover_path
 from kvstore.node.inspection.answers import answer
+from kvstore.quotas import check_tenant
 from kvstore.remote.peers import PeerAddress
 from kvstore.runtime import clock
 from kvstore.runtime.clock import deadline_after
@@ -151,9 +153,9 @@ class NodeStore:
         """Return how many leading blocks are readable on this node. No side effect."""
         return self._verbs.lookup(_chain(hashes))
 
-    def lease(self, hashes: BlockHashes, owner: str, ttl_s: float = 30.0) -> Grant:
-        """Pin the readable prefix of a chain for `ttl_s` seconds."""
-        return self._verbs.lease(_chain(hashes), _owner(owner), ttl_s)
+    def lease(self, hashes: BlockHashes, owner: str, ttl_s: float = 30.0, tenant: str = "") -> Grant:
+        """Pin the readable prefix of a chain for `ttl_s` seconds; it counts for the tenant."""
+        return self._verbs.lease(_chain(hashes), _owner(owner), ttl_s, tenant=self._tenant(tenant))
 
     def renew(self, lease_id: int, owner: str, ttl_s: float = 30.0, epoch: bytes | None = None) -> bool:
         """Extend a lease, and return whether it was still held; `epoch`, if given, must be the store's."""
@@ -163,10 +165,11 @@ class NodeStore:
         """Drop a lease or a pin, and return whether this owner still held it in this epoch."""
         return self._verbs.release(lease_id, _owner(owner), epoch)
 
-    def pin(self, hashes: BlockHashes, owner: str, ttl_s: float, soft: bool = False) -> Grant:
+    def pin(self, hashes: BlockHashes, owner: str, ttl_s: float, soft: bool = False, tenant: str = "") -> Grant:
         """Keep the readable prefix of a chain here for `ttl_s` seconds, even if the owner dies."""
         deadline_after(ttl_s)
-        return self._verbs.pin(_chain(hashes), _owner(owner), PinKind.SOFT if soft else PinKind.HARD, ttl_s)
+        kind = PinKind.SOFT if soft else PinKind.HARD
+        return self._verbs.pin(_chain(hashes), _owner(owner), kind, ttl_s, tenant=self._tenant(tenant))
 
     def prepare_store(
         self,
@@ -178,17 +181,23 @@ class NodeStore:
         num_clears: int | None = None,
         priority: Priority | str = Priority.NORMAL,
         priority_s: float | None = None,
+        tenant: str = "",
     ) -> StoreTicket:
         """Claim slots for blocks that are not here, or join the writers of their other parts.
 
         The store does not notice when this owner dies, so the slots come back `ttl_s` seconds after it granted them.
         The owner reads its clock before it asks, and must stop writing by then. If the namespace was cleared after
         `num_clears` was read, nothing is claimed, and the ticket has another `num_clears`. `priority` and `priority_s`
-        are those of `Client.save`.
+        are those of `Client.save`. The blocks are the tenant's.
         """
         deadline_after(ttl_s)
         retention = retention_of(priority, priority_s, clock.now_s())
-        return self._verbs.prepare_store(_chain(hashes), _owner(owner), num_parts, part, ttl_s, num_clears, retention)
+        return self._verbs.prepare_store(
+            _chain(hashes), _owner(owner), num_parts, part, ttl_s, num_clears, retention, tenant=self._tenant(tenant)
+        )
+
+    def _tenant(self, name: str) -> str:
+        return check_tenant(self._config.tenants, name)
 
     def complete_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
@@ -231,18 +240,21 @@ class NodeStore:
         """Grant nothing to workers any more, and return hot chains for a peer to adopt."""
         return self._core.begin_drain(check_count("max_bytes", max_bytes, 0, 1 << 62))
 
+    def tenants_of(self, chains: list[bytes]) -> list[str]:
+        """Return whose the last block is that is here of each chain, for `adopt`; "" for the shared tenant."""
+        return self._core.tenants_of(_chains(chains))
+
     @ray.method(concurrency_group=DRAIN)
-    def adopt(self, chains: list[bytes], timeout_s: float) -> int:
-        """Fetch chains from other nodes, and return how many of their blocks are here now."""
+    def adopt(self, chains: list[bytes], timeout_s: float, tenants: Sequence[str] = ()) -> int:
+        """Fetch chains from other nodes, and return how many of their blocks are here now.
+
+        They become the blocks of `tenants`, one for each chain, or of the shared tenant.
+        """
         timeout_s = check_seconds("timeout_s", timeout_s)
-        if not isinstance(chains, list):
-            raise InvalidRequest(f"chains: wanted what begin_drain() returned, got {type(chains).__name__}")
-        for chain in chains:
-            try:
-                decode_chain(check_bytes("chain", chain, MAX_CHAIN_BYTES))
-            except ProtocolError as error:
-                raise InvalidRequest(f"chain: wanted what begin_drain() returned: {error}") from error
-        return self._core.adopt(chains, timeout_s)
+        names = [self._tenant(name) for name in tenants]
+        if names and len(names) != len(_chains(chains)):
+            raise InvalidRequest(f"tenants: wanted one for each of {len(chains)} chains, got {len(names)}")
+        return self._core.adopt(_chains(chains), timeout_s, names)
 
     @ray.method(concurrency_group=DRAIN)
     def drain(self, timeout_s: float) -> dict[str, int]:
@@ -311,6 +323,17 @@ def _chain(hashes: BlockHashes) -> BlockHashes:
     if not isinstance(hashes, BlockHashes):
         raise NamespaceMismatch(f"hashes: wanted BlockHashes of a Namespace, got {type(hashes).__name__}")
     return hashes
+
+
+def _chains(chains: list[bytes]) -> list[bytes]:
+    if not isinstance(chains, list):
+        raise InvalidRequest(f"chains: wanted what begin_drain() returned, got {type(chains).__name__}")
+    for chain in chains:
+        try:
+            decode_chain(check_bytes("chain", chain, MAX_CHAIN_BYTES))
+        except ProtocolError as error:
+            raise InvalidRequest(f"chain: wanted what begin_drain() returned: {error}") from error
+    return chains
 
 
 def _owner(name: str) -> str:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvstore.paged.allocator import PageAllocator
     from kvstore.paged.cache import PagedPrefixCache
     from kvstore.paged.groups import PageGroup
+    from kvstore.quotas import TenantQuota
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ __all__ = [
     "SideTensor",
     "Store",
     "StoreConfig",
+    "TenantQuota",
     "__version__",
     "connect",
     "errors",
@@ -100,6 +102,7 @@ _NAMES_IN = {
     "paged.allocator": ("PageAllocator",),
     "paged.cache": ("PagedPrefixCache",),
     "paged.groups": ("PageGroup",),
+    "quotas": ("TenantQuota",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 

@@ -29,13 +29,7 @@ from kvstore.tools.commands import (
     START_TIMEOUT,
     Group,
     check_settings,
-    disk_options,
-    disk_settings,
     doctor_options,
-    events_options,
-    events_settings,
-    eviction_options,
-    eviction_settings,
     parse_size,
     write_rows,
 )
@@ -43,6 +37,7 @@ from kvstore.tools.doctor import Status, human_bytes, machine_checks
 from kvstore.tools.inspection.commands import inspect_group
 from kvstore.tools.own_output import keep_own_output
 from kvstore.tools.restart import restart_command
+from kvstore.tools.store_options import store_options, store_settings
 from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
 from kvstore.tools.top import top_command
 
@@ -76,11 +71,9 @@ def main() -> None:
 @ADDRESS
 @LANE
 @click.option("--block-bytes", default="0", help="Size of a slot at least; 0 takes it from the first client.")
-@eviction_options
+@store_options
 @click.option("--local", is_flag=True, help="Start a Ray for this store alone; stay until Ctrl-C or SIGTERM.")
 @START_TIMEOUT
-@disk_options
-@events_options
 def start(
     capacity: str,
     name: str,
@@ -103,12 +96,10 @@ def start(
     settings: dict[str, Any] = {
         "name": name,
         "lane": lane,
-        **eviction_settings(more),
         "capacity": parse_size("--capacity", capacity),
         "block_bytes": parse_size("--block-bytes", block_bytes),
         "timeout_s": timeout_s,
-        **events_settings(more),
-        **disk_settings(**more),
+        **store_settings(more),
     }
     check_settings(settings)
     if local:

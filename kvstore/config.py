@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvstore.bounds import MIN_BLOCK_BYTES, check_endpoint, clip
 from kvstore.errors import ConfigError
+from kvstore.quotas import TenantQuota, read_tenants
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
 PROTOCOL_VERSION = 21
@@ -32,7 +33,6 @@ MAX_WATERMARK = 0.5
 #: The low one with `disk_write="back"`; the high one is twice that.
 _BACK_WATERMARK = 0.05
 
-_MAX_COPY_THREADS = 4
 _MAX_INT = 1 << 62
 #: Upper bounds of the times in settings: of a lease, and of all others (a load adds several of these).
 _MAX_LEASE_S, _MAX_S = 86400.0, 3600.0
@@ -98,6 +98,8 @@ class StoreConfig:
         events_endpoint: where each node publishes which blocks it has, like "tcp://*:5557"; "" for nowhere.
         events_replay_endpoint: where subscribers that missed some ask for them again; "" for nowhere.
         num_directory_shards: actors of the directory, each for the chains of some first blocks (docs/directory.md).
+        tenants: what each tenant may have on a node, by name (docs/tenants.md); other names are refused.
+        private_tenants: no tenant finds what another has saved; its name is part of its namespaces.
     """
 
     name: str = "default"
@@ -130,11 +132,14 @@ class StoreConfig:
     events_endpoint: str = ""
     events_replay_endpoint: str = ""
     num_directory_shards: int = 1
+    tenants: tuple[TenantQuota, ...] = ()
+    private_tenants: bool = False
 
     def __post_init__(self) -> None:
         # Before the checks: None is never seen outside.
         object.__setattr__(self, "low_watermark", self._low())
         object.__setattr__(self, "high_watermark", self._high())
+        object.__setattr__(self, "tenants", read_tenants(self.tenants))
         for setting in fields(self):
             value, kind = getattr(self, setting.name), float if setting.default is None else type(setting.default)
             is_right = isinstance(value, (int, float) if kind is float else kind)
@@ -170,6 +175,8 @@ class StoreConfig:
             raise ConfigError(f"eviction: wanted 'learned' or 'lru', got {clip(self.eviction)}")
         if not 1 <= self.num_directory_shards <= MAX_SHARDS:
             raise ConfigError(f"num_directory_shards: wanted 1 to {MAX_SHARDS}, got {self.num_directory_shards}")
+        if self.private_tenants and not self.tenants:
+            raise ConfigError("private_tenants: wanted it with tenants, got it alone; name them in tenants")
         self._check_disk()
         self._check_watermarks()
         self._check_events()
@@ -316,19 +323,6 @@ def socket_dir() -> Path:
 def wants_json_logs() -> bool:
     """Return whether the lines of kvstore.runtime.life are JSON."""
     return os.environ.get("RAYKV_LOG_FORMAT", "").strip().lower() == "json"
-
-
-def num_copy_threads() -> int:
-    """Return how many threads may share one large copy: a quarter of the cores, one to four.
-
-    One core is slower than the memory of a large machine. On a small machine the engine needs the other cores.
-    """
-    return min(max(len(os.sched_getaffinity(0)) // 4, 1), _MAX_COPY_THREADS)
-
-
-def num_idle_copy_threads() -> int:
-    """Return how many threads may share a copy on idle cores: one per core, up to four."""
-    return min(len(os.sched_getaffinity(0)), _MAX_COPY_THREADS)
 
 
 def set_ucx_lane(lane: str) -> None:

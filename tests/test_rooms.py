@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvstore"
 #: Modules at the root of the package, and its rooms, from the lowest to the highest. Each imports only what is below.
 FLOORS = (
-    "errors", "bounds", "config", "kernel_errors", "kernels", "runtime", "blocks", "rpc", "memory", "pool", "disk",
-    "engine", "paged", "mover", "tools", "remote", "handoff", "node", "client", "actors", "api", "integrations",
+    "errors", "bounds", "quotas", "config", "kernel_errors", "kernels", "runtime", "blocks", "rpc", "memory", "pool",
+    "disk", "engine", "paged", "mover", "tools", "remote", "handoff", "node", "client", "actors", "api", "integrations",
     "bench", "replay", "actors.bench", "cli",
 )  # fmt: skip
 #: Two columns that never import each other: what runs in a worker's process, and what runs in the store's.

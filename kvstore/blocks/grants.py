@@ -83,6 +83,7 @@ class HeldBlock(NamedTuple):
     block_hash: bytes
     is_low: bool = False
     root_key: int = 0
+    tenant: str = ""
 
 
 class Victims(NamedTuple):
@@ -200,12 +201,15 @@ def chain_of(run: list[HeldBlock]) -> BlockHashes:
 
 
 def runs_of_held(blocks: list[HeldBlock]) -> Iterator[list[HeldBlock]]:
-    """Cut blocks where one does not follow the one before."""
+    """Cut blocks where one does not follow the one before, or is another tenant's."""
     run = list[HeldBlock]()
     for block in blocks:
-        if run and (block.parent != run[-1].block_hash or block.depth != run[-1].depth + 1):
-            yield run
-            run = []
+        if run:
+            last = run[-1]
+            follows = block.parent == last.block_hash and block.depth == last.depth + 1
+            if not follows or block.tenant != last.tenant:
+                yield run
+                run = []
         run.append(block)
     if run:
         yield run

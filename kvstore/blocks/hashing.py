@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 import numpy.typing as npt
@@ -36,6 +36,7 @@ class Namespace:
         revision: revision of the weights.
         lora: adapter that all requests use; pass per-request adapters as `extra` of `block_hashes`.
         quantization: how KV values are scaled, when dtype alone does not define it.
+        tenant: the tenant to whom the blocks are private; a store with private tenants sets it (docs/tenants.md).
 
     Raises:
         ConfigError: a value cannot work.
@@ -47,11 +48,12 @@ class Namespace:
     revision: str = ""
     lora: str = ""
     quantization: str = ""
+    tenant: str = ""
     digest: bytes = field(init=False, repr=False, compare=False)
     """32 bytes; the root of every chain of this namespace."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "revision", "lora", "quantization"):
+        for name in ("model", "revision", "lora", "quantization", "tenant"):
             value = getattr(self, name)
             if not isinstance(value, str) or not _is_utf8(value) or (name == "model" and not value):
                 raise ConfigError(
@@ -70,6 +72,8 @@ class Namespace:
             "salt": self.salt.hex(),
             "shape": self.shape.canonical().hex(),
         }
+        if self.tenant:  # Left out without one, so that hashes are those of stores that knew no tenants.
+            fields["tenant"] = self.tenant
         encoded = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
         object.__setattr__(self, "digest", sha256(_NAMESPACE_TAG + encoded).digest())
 
@@ -181,6 +185,25 @@ def hash_tokens(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
         last = block.digest()
         found.append(last)
     return found
+
+
+def space_of_tenant(space: Namespace, tenant: str, *, is_private: bool) -> Namespace:
+    """Return the namespace in which a tenant saves and finds the blocks of another one.
+
+    Args:
+        space: without a tenant, or of this one.
+        tenant: its name; "" for the shared one.
+        is_private: whether tenants of the store are private. If not, or for the shared one, it is `space` itself.
+
+    Raises:
+        ConfigError: `space` is private to another tenant.
+    """
+    if space.tenant not in ("", tenant):
+        raise ConfigError(
+            f"space: wanted a namespace of tenant {tenant!r} or of none, got one of tenant {space.tenant!r}; make it "
+            "without tenant="
+        )
+    return replace(space, tenant=tenant) if is_private and tenant else space
 
 
 def _is_iterable(value: object) -> bool:

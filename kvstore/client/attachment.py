@@ -12,7 +12,7 @@ from typing import cast
 
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.codec import decode_counts, encode
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import Namespace, space_of_tenant
 from kvstore.blocks.part import Part
 from kvstore.bounds import MAX_CHAIN_BYTES, check_count, check_node_id, check_seconds, clip, parse_bytes
 from kvstore.client.connections import StoreConnections
@@ -55,8 +55,8 @@ class Attachment:
         StoreNotRunning, IncompatibleStore, ConfigError: see `Client`.
     """
 
-    def __init__(self, control_path: str, space: Namespace, part: Part) -> None:
-        self.space, self.part = space, part
+    def __init__(self, control_path: str, space: Namespace, part: Part, tenant: str) -> None:
+        self.part = part
         self.is_lost = self.is_unmapped = self.is_stuck = False
         # Reentrant: a signal handler may close this.
         self._lock = threading.RLock()
@@ -68,12 +68,14 @@ class Attachment:
         # The store may end during the first question: create everything that `lose` closes before it.
         self.threads, self.clears = JobThreads(), ClearCounts()
         lose = weakref.WeakMethod(self.lose)
-        self.store = StoreConnections(control_path, lambda: (call := lose()) and call())
+        self.store = StoreConnections(control_path, lambda: (call := lose()) and call(), tenant)
         self.stage = StageLink(self.store.ask)
         self.arena = self.store.arena
         self.mapping = ArenaMapping(self.arena)
         try:
-            request = Attach(space.digest, space.shape.block_bytes)
+            #: The namespace of the blocks: that which was given, or the tenant's own where tenants are private.
+            self.space = space_of_tenant(space, tenant, is_private=self.store.config.private_tenants)
+            request = Attach(self.space.digest, space.shape.block_bytes)
             answer = decode_counts(self.store.call(Op.ATTACH, encode(request)))
             self.clears = map_clears(control_path, self.store.epoch, timeout_s=self.store.call_timeout_s)
         except BaseException as error:  # An interrupt as well; after one, do not wait for the store.

@@ -15,7 +15,7 @@ from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part, as_part
 from kvstore.blocks.priority import Priority
 from kvstore.blocks.ticket import HandoffTicket
-from kvstore.bounds import check_callable, check_flag, check_seconds, clip
+from kvstore.bounds import check_callable, check_flag, check_seconds, check_text, clip
 from kvstore.client import lease, load, save
 from kvstore.client.attachment import Attachment
 from kvstore.client.handoff import fetch, publish
@@ -46,26 +46,32 @@ class Client:
         space: what the blocks mean. Hashes of another namespace are refused.
         part: which part of each block this process holds, as `Part` or (tp_rank, tp_size, pp_rank, pp_size); None for
             all of it. A block can be found once all its parts are saved.
+        tenant: whose quotas count for this client, and whose its blocks are; "" is the shared one, which has none. In a
+            store with private tenants, `client.space` is the tenant's own namespace: make the hashes with it.
 
     Raises:
         InvalidRequest: `control_path` is not the path of a socket, or `space` is not a namespace.
         StoreNotRunning: no store answers at `control_path`.
         IncompatibleStore: the store runs another protocol version.
-        ConfigError: the store's slots are too small for this namespace's blocks, or `part` is not a part.
+        ConfigError: the store's slots are too small for this namespace's blocks, or `part` is not a part; the store has
+            no such tenant, or `space` is private to another one.
         LayoutMismatch: heads, layer groups or a side tensor of the namespace's shape do not divide by the number of
             ranks.
     """
 
-    def __init__(self, control_path: str, space: Namespace, part: Part | Sequence[int] | None = None) -> None:
+    def __init__(
+        self, control_path: str, space: Namespace, part: Part | Sequence[int] | None = None, *, tenant: str = ""
+    ) -> None:
         if not isinstance(control_path, str) or not control_path or "\0" in control_path:
             raise InvalidRequest(
                 f"control_path: wanted the path that Store.control_path() returns, got {clip(control_path)}"
             )
         if not isinstance(space, Namespace):
             raise InvalidRequest(f"space: wanted a kvstore.Namespace, got {type(space).__name__}")
-        self.part, self.space = as_part(part), space
+        self.part, self.tenant = as_part(part), check_text("tenant", tenant)
         self.part.check(space.shape)
-        self._attached = Attachment(control_path, space, self.part)
+        self._attached = Attachment(control_path, space, self.part, self.tenant)
+        self.space = self._attached.space
         self._store = self._attached.store
         self.node_id, self.epoch, self.config = self._store.node_id, self._store.epoch, self._store.config
         self.slot_bytes, self.num_slots = self._attached.slot_bytes, self._attached.num_slots

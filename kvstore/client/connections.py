@@ -51,6 +51,7 @@ class StoreConnections:
     Args:
         path: the store's socket.
         on_lost: called when that epoch of the store has ended; on any thread, perhaps more than once.
+        tenant: of the client, said in each HELLO; "" is the shared one.
 
     Attributes:
         node_id, epoch, config: the store's.
@@ -62,11 +63,11 @@ class StoreConnections:
     Raises:
         StoreNotRunning: no store answers at the path.
         IncompatibleStore: the store runs another protocol version.
-        ProtocolError, ConfigError: its greeting is not that of a store of this version.
+        ProtocolError, ConfigError: its greeting is not that of a store of this version; or it has no such tenant.
     """
 
-    def __init__(self, path: str, on_lost: Callable[[], None]) -> None:
-        self.path, self._on_lost = path, on_lost
+    def __init__(self, path: str, on_lost: Callable[[], None], tenant: str = "") -> None:
+        self.path, self._tenant, self._on_lost = path, tenant, on_lost
         self.has_ended = self.was_closed = self._is_lost = False
         self._pid, self.key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
         # Reentrant: a signal handler may ask under it.
@@ -101,7 +102,8 @@ class StoreConnections:
         The store takes back its grants over a broken connection, `replaces`, for question `since` and later ones. Its
         answer is waited for `timeout_s`, or as long as for a call. The connection is in `open` then.
         """
-        hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": self.key}
+        who = {"owner": self.key, "tenant": self._tenant}
+        hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, **who}
         if replaces is not None:
             hello |= {"replaces": replaces.hello["connection"], "since": since}
         limit_s = self.call_timeout_s if timeout_s is None else timeout_s

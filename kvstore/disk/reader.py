@@ -68,6 +68,7 @@ class Reader:
         on_ready: Callable[[int, int], object],
         on_claim: Callable[[list[bytes]], object] = lambda hashes: None,
         num_bytes: int = 0,
+        tenant: str = "",
     ) -> DiskRead | None:
         """Begin to read the leading blocks of a run that are on the disk.
 
@@ -78,6 +79,7 @@ class Reader:
             on_claim: called with the hashes that are on their way, before the disk is asked.
             num_bytes: of each block, as the caller knows them; 0 if it does not. If no client of this store has the
                 namespace, blocks of another size are misses.
+            tenant: whose blocks in memory they will be.
 
         Returns:
             The read, or None if there is nothing to read.
@@ -95,7 +97,7 @@ class Reader:
         try:
             if grant.packed_slots and self._has_size(grant, chain.namespace, num_bytes):
                 ticket = memory.prepare_store(
-                    chain.head(grant.num_blocks), owner, needs_parent=False, num_clears=num_clears
+                    chain.head(grant.num_blocks), owner, needs_parent=False, num_clears=num_clears, tenant=tenant
                 )
                 num_refused = ticket.num_refused
                 if ticket.write_id:

@@ -8,6 +8,7 @@ they are read, whatever the index says.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,8 @@ CHECKSUM_BYTES = 16
 
 _MAGIC = b"RAYKVBLK"
 _FIELDS = struct.Struct("<8s16sQQQQQ32s32s32s16s")
-_SUM = struct.Struct("<Q")
-_PADDING = bytes(RECORD_BYTES - _FIELDS.size - _SUM.size)
+_SUM, _TAG = struct.Struct("<Q"), struct.Struct("<I")
+_PADDING = bytes(RECORD_BYTES - _FIELDS.size - _SUM.size - _TAG.size)
 #: The same fields, to find the written records of a whole index file at once.
 _COLUMNS = np.dtype(
     [("magic", "S8"), ("tier", f"V{TIER_ID_BYTES}"), ("place", "<u8"), ("rest", f"V{RECORD_BYTES - 32}")]
@@ -48,6 +49,8 @@ class Record:
         parent: hash of the block before it, the namespace digest for a first block.
         namespace: digest of its namespace.
         checksum: XXH3, 128 bits, of its bytes.
+        tenant_tag: of the tenant that stored it, from `tag_of`. It stands behind the checksum of the record, where
+            older versions wrote zeros.
     """
 
     place: int
@@ -59,6 +62,12 @@ class Record:
     parent: bytes
     namespace: bytes
     checksum: bytes
+    tenant_tag: int = 0
+
+
+def tag_of(tenant: str) -> int:
+    """Return the number by which a tenant is known on disk, in every life of a store; 0 for the shared one."""
+    return (zlib.crc32(tenant.encode()) or 1) if tenant else 0
 
 
 def checksum_of(data: memoryview | bytes) -> bytes:
@@ -72,21 +81,21 @@ def pack_record(tier_id: bytes, record: Record) -> bytes:
         _MAGIC, tier_id, record.place, record.generation, record.depth, record.version, record.num_bytes,
         record.block_hash, record.parent, record.namespace, record.checksum,
     )  # fmt: skip
-    return fields + _SUM.pack(xxhash.xxh3_64_intdigest(fields)) + _PADDING
+    return fields + _SUM.pack(xxhash.xxh3_64_intdigest(fields)) + _TAG.pack(record.tenant_tag) + _PADDING
 
 
 def unpack_record(tier_id: bytes, data: bytes | memoryview) -> Record | None:
     """Return the record that `pack_record` wrote for this tier; None for any other bytes."""
     fields = bytes(data[: _FIELDS.size])
     end = _FIELDS.size + _SUM.size
-    if len(data) < end or _SUM.unpack(data[_FIELDS.size : end])[0] != xxhash.xxh3_64_intdigest(fields):
+    if len(data) < end + _TAG.size or _SUM.unpack(data[_FIELDS.size : end])[0] != xxhash.xxh3_64_intdigest(fields):
         return None
     magic, tier, place, generation, depth, version, num_bytes, own, parent, namespace, checksum = _FIELDS.unpack(fields)
     if magic != _MAGIC or tier != tier_id:
         return None
     return Record(
         place=place, generation=generation, depth=depth, version=version, num_bytes=num_bytes, block_hash=own,
-        parent=parent, namespace=namespace, checksum=checksum,
+        parent=parent, namespace=namespace, checksum=checksum, tenant_tag=_TAG.unpack_from(data, end)[0],
     )  # fmt: skip
 
 
@@ -103,7 +112,7 @@ def unpack_index(tier_id: bytes, data: bytes) -> list[Record]:
 
 
 def runs_of(blocks: Sequence[Record]) -> list[list[Record]]:
-    """Group blocks of one namespace into runs of a chain: each block follows the one before it.
+    """Group blocks of one namespace into runs of a chain: each block follows the one before it, of the same tenant.
 
     A block goes into a run after its parent; of several children the first continues the run, the others begin new
     ones. Blocks nearer the root come first, so that the parent of a run is known before the run.
@@ -114,7 +123,8 @@ def runs_of(blocks: Sequence[Record]) -> list[list[Record]]:
     for block in sorted(blocks, key=lambda block: block.depth):
         above = by_hash.get(block.parent)
         # A record whose depth does not fit that of its parent begins a run: no circle can come from it.
-        if above is not None and above.depth + 1 == block.depth:
+        follows = above is not None and above.depth + 1 == block.depth and above.tenant_tag == block.tenant_tag
+        if follows:
             children.setdefault(block.parent, []).append(block)
         else:
             heads.append(block)

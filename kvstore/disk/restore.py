@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from kvstore.blocks.chain import BlockHashes, root_key_of
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.places import Places, TierContext
-from kvstore.disk.records import Record, hashes_of, runs_of
+from kvstore.disk.records import Record, hashes_of, runs_of, tag_of
 from kvstore.errors import KVStoreError
 from kvstore.pool.pool import Pool
+from kvstore.quotas import TenantQuota
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,13 @@ def usable(
     return list(newest.values())
 
 
-def restore(pool: Pool, places: Places, records: Sequence[Record], num_clears: Mapping[bytes, int]) -> int:
+def restore(
+    pool: Pool,
+    places: Places,
+    records: Sequence[Record],
+    num_clears: Mapping[bytes, int],
+    tenants: Sequence[TenantQuota] = (),
+) -> int:
     """Make blocks of the disk findable; return how many. The pool is empty, and nothing else stores in it yet.
 
     The runs that were written last are claimed last, so that they are evicted last.
@@ -47,6 +54,7 @@ def restore(pool: Pool, places: Places, records: Sequence[Record], num_clears: M
         records: the blocks, of `usable`.
         num_clears: of each namespace, noted before `usable` read its version: blocks of a namespace that was cleared
             since then are left out.
+        tenants: of the store; the blocks of others are shared.
     """
     spaces: dict[bytes, list[Record]] = defaultdict(list)
     for record in records:
@@ -55,13 +63,16 @@ def restore(pool: Pool, places: Places, records: Sequence[Record], num_clears: M
     root_keys = _root_keys_of(runs)
     # A run may come before the one that it hangs on: the pool takes children whose parent comes later.
     runs.sort(key=lambda run: run[-1].generation)
-    num_restored = 0
+    num_restored, names = 0, {tag_of(quota.name): quota.name for quota in tenants}
     for run in runs:
         first = run[0]
         try:
             root_key = root_keys[first.namespace, first.block_hash]
             chain = BlockHashes(first.namespace, first.parent, first.depth, hashes_of(run), root_key)
-            ticket = pool.prepare_store(chain, OWNER, needs_parent=False, num_clears=num_clears[first.namespace])
+            ticket = pool.prepare_store(
+                chain, OWNER, needs_parent=False, num_clears=num_clears[first.namespace],
+                tenant=names.get(first.tenant_tag, ""),
+            )  # fmt: skip
         except KVStoreError as error:
             logger.warning("blocks of the disk are left out: %s", error)
             continue
@@ -87,11 +98,11 @@ def _root_keys_of(runs: Sequence[Sequence[Record]]) -> dict[tuple[bytes, bytes],
     return found
 
 
-def restore_old(context: TierContext) -> int:
+def restore_old(context: TierContext, tenants: Sequence[TenantQuota]) -> int:
     """Make the blocks findable that the index of an earlier store names; return how many. Waits for the disk."""
     slots, found = context.slots, context.index.read_all()
     # Before the versions are read: a clearing between the two makes the claim fail.
     num_clears = {record.namespace: context.disk_pool.num_clears(record.namespace) for record in found}
     num_whole = min(slots.num_slots, slots.old_bytes // slots.stride_bytes)
     records = usable(found, num_whole, slots.slot_bytes, context.version_of)
-    return restore(context.disk_pool, context.places, records, num_clears)
+    return restore(context.disk_pool, context.places, records, num_clears, tenants)

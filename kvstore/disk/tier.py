@@ -31,6 +31,7 @@ from kvstore.disk.writer import OWNER, Writer
 from kvstore.errors import ConfigError, DiskUnavailable
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.make import disk_tenants
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
 from kvstore.runtime.life import MOST_LINES, log_life
@@ -38,9 +39,8 @@ from kvstore.runtime.rates import MeasuredRate
 
 logger = logging.getLogger(__name__)
 
-_STOP_S = 2.0
-#: How long the blocks of memory may be written back when a store ends.
-_WRITE_BACK_S = 5.0
+#: How long threads may take to end, and the blocks of memory to be written back, when a store ends.
+_STOP_S, _WRITE_BACK_S = 2.0, 5.0
 #: Blocks that may wait to be written, at most; a place in the queue costs some tens of bytes.
 _MOST_QUEUED = 1 << 16
 
@@ -53,8 +53,7 @@ class DiskTier:
     cleared while this node was away.
 
     Args:
-        config: of the store.
-        node_id: of this node.
+        config, node_id: of the store, and of this node.
         versions_now: returns the versions of all namespaces that this node knows were cleared.
 
     Raises:
@@ -102,9 +101,7 @@ class DiskTier:
         version_of: Callable[[bytes], int],
         changed: Callable[[], object],
     ) -> None:
-        """Divide the disk into slots. If the disk refuses, the tier stays off, and `why_off` says why.
-
-        Waits for the disk.
+        """Divide the disk into slots, and wait for it. If it refuses, the tier stays off, and `why_off` says why.
 
         Args:
             memory_pool: of the arena.
@@ -138,7 +135,9 @@ class DiskTier:
                 return
             if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
                 self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
-            pool = Pool(num_slots, presence=presence, has_roots=self._config.num_directory_shards > 1)
+            tenants = disk_tenants(self._config.tenants, num_slots, slot_bytes)
+            has_roots = self._config.num_directory_shards > 1
+            pool = Pool(num_slots, presence=presence, has_roots=has_roots, tenants=tenants)
             self._context = TierContext(
                 tier_id=bytes.fromhex(label.tier_id),
                 memory_pool=memory_pool,
@@ -181,7 +180,7 @@ class DiskTier:
             if context is None or self._is_admitted or self._is_stopped:
                 return 0
             try:
-                self.num_restored = restore_old(context)
+                self.num_restored = restore_old(context, self._config.tenants)
             except Exception as error:
                 self.why_off = f"the index of the disk tier cannot be read: {error}"
                 logger.debug("%s", self.why_off, exc_info=True)
@@ -234,6 +233,7 @@ class DiskTier:
         on_ready: Callable[[int, int], object],
         on_claim: Callable[[list[bytes]], object] = lambda hashes: None,
         num_bytes: int = 0,
+        tenant: str = "",
     ) -> DiskRead | None:
         """Begin to read the leading blocks of a run into memory; see `Reader.begin`.
 
@@ -243,7 +243,7 @@ class DiskTier:
         """
         if self._reader is None or self.is_off:
             raise DiskUnavailable(f"the disk tier is off: {self.reason or 'it has not begun'}")
-        return self._reader.begin(chain, on_ready, on_claim, num_bytes)
+        return self._reader.begin(chain, on_ready, on_claim, num_bytes, tenant)
 
     def clear(self, namespace: bytes) -> bool:
         """Make all blocks of a namespace's group unfindable on the disk; return True.

@@ -22,7 +22,7 @@ from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.admission import SeenFilter, WriteBudget
 from kvstore.disk.places import TierContext
-from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record
+from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record, tag_of
 from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
@@ -233,7 +233,9 @@ class Writer:
         """Write one run of a chain; blocks of it that are on the disk already are not written again."""
         context, pool = self._context, self._context.disk_pool
         try:
-            ticket = pool.prepare_store(chain_of(run), OWNER, needs_parent=False, num_clears=offer.num_clears)
+            ticket = pool.prepare_store(
+                chain_of(run), OWNER, needs_parent=False, num_clears=offer.num_clears, tenant=run[0].tenant
+            )
         except (PoolExhausted, ChainBroken) as error:
             logger.debug("blocks are not written to disk: %s", error)
             self.drop("disk_pool", len(run))
@@ -299,6 +301,7 @@ class Writer:
                 parent=block.parent,
                 namespace=block.namespace,
                 checksum=checksum_of(context.bytes_of(block.slot, num_bytes)),
+                tenant_tag=tag_of(block.tenant),
             )
             context.places.record[disk_slot] = record
             records.append(record)

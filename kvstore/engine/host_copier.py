@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvstore.config import num_copy_threads
 from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, job_spans
 from kvstore.engine.registered import RegisteredCache
 from kvstore.kernels.merging import I64
 from kvstore.memory.arena import Arena
+from kvstore.runtime.cores import num_copy_threads
 
 if TYPE_CHECKING:
     from kvstore.kernels import host_copy

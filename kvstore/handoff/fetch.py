@@ -46,6 +46,7 @@ class RemoteFetch:
         block_bytes: of each block.
         send: sends a piece of the answer to the client; the piece with the report is the last.
         on_free: called once, when the fetch no longer holds anything.
+        tenant: of the client.
     """
 
     def __init__(
@@ -57,13 +58,14 @@ class RemoteFetch:
         block_bytes: int,
         send: Callable[[Progress], object],
         on_free: Callable[[], None],
+        tenant: str = "",
     ) -> None:
         self.owner, self.slot_owner = owner, f"handoff-fetch-{fetch_id}"
         self._context, self._id, self._request, self._send, self._on_free = context, fetch_id, request, send, on_free
         self._node_id, self._block_bytes = request.node_id, block_bytes
         self._version = context.version_of(request.namespace)
         self._deadline_s = clock.now_s() + request.timeout_s
-        self._landing = Landing(context, request, self.slot_owner, self._deadline_s)
+        self._landing = Landing(context, request, self.slot_owner, self._deadline_s, tenant)
         self._claim = SourceClaim(
             context, request, block_bytes, self._version, self._deadline_s, self._heard, lambda: not self._client_left
         )

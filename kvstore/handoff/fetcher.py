@@ -30,14 +30,19 @@ class HandoffFetcher:
         self._fetches: dict[int, RemoteFetch] = {}
         self._ids = itertools.count(1)
 
-    def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Callable[[Progress], object]) -> int:
+    def begin(
+        self, request: FetchRequest, owner: str, block_bytes: int, send: Callable[[Progress], object], tenant: str = ""
+    ) -> int:
         """Begin a fetch on the control thread; steps that block run on threads. The client always gets an answer.
+
+        The slots of the arena that it fills are `tenant`'s.
 
         Returns:
             The id of the fetch, for `end`.
         """
         fetch_id = next(self._ids)
-        fetch = RemoteFetch(self._context, fetch_id, request, owner, block_bytes, send, partial(self._forget, fetch_id))
+        forget = partial(self._forget, fetch_id)
+        fetch = RemoteFetch(self._context, fetch_id, request, owner, block_bytes, send, forget, tenant)
         with self._lock:
             self._fetches[fetch_id] = fetch
         if len(self._fetches) > _MOST_FETCHES:

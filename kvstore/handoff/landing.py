@@ -32,10 +32,14 @@ class Landing:
         request: of the client.
         owner: of the slots.
         deadline_s: of the fetch.
+        tenant: of the client.
     """
 
-    def __init__(self, context: FetchContext, request: FetchRequest, owner: str, deadline_s: float) -> None:
+    def __init__(
+        self, context: FetchContext, request: FetchRequest, owner: str, deadline_s: float, tenant: str = ""
+    ) -> None:
         self._context, self._request, self._owner, self._deadline_s = context, request, owner, deadline_s
+        self._tenant = tenant
         self.lane: StageLane | None = None
         #: Why the blocks go through host memory although their publisher has them in a stage.
         self.why_host = ""
@@ -99,7 +103,9 @@ class Landing:
         if self._write_id or self.no_room:
             return
         try:
-            ticket = self._chosen().reserve(self._request.num_blocks, self._owner, may_evict=is_claimed)
+            ticket = self._chosen().reserve(
+                self._request.num_blocks, self._owner, may_evict=is_claimed, tenant=self._tenant
+            )
         except KVStoreError as error:
             if not is_claimed:
                 return

@@ -46,12 +46,14 @@ class Place:
         max_slots: how many of them hand-offs may hold at once.
         slab: 0 is the arena, others are stages.
         generation: the life of the mover that a stage ends with.
+        tenant: of the publisher; slots of the arena are its own.
     """
 
     pool: Pool
     max_slots: int
     slab: int = 0
     generation: int = 0
+    tenant: str = ""
 
 
 @dataclass(slots=True)

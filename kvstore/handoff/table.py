@@ -93,7 +93,7 @@ class HandoffTable:
                     f"wanted {num_blocks} slots for a hand-off, but hand-offs hold {held} of the {place.max_slots} "
                     "they may; fetch or withdraw some, raise max_handoff_fraction, or attach a larger stage"
                 )
-            ticket = place.pool.reserve(num_blocks, write_owner)
+            ticket = place.pool.reserve(num_blocks, write_owner, tenant=place.tenant)
             slots = ints_in(ticket.packed_slots)
             self.handoffs[key] = Handoff(
                 key, writer, place, namespace, version, owner, write_owner, ticket.write_id, slots
@@ -275,7 +275,7 @@ class HandoffTable:
             held, count, owner = self._num_slots[place.slab], len(handoff.slots), f"handoff-{next(self._numbers)}"
             if held + count > place.max_slots:
                 raise PoolExhausted(f"wanted {count} slots in the arena for blocks of a GPU, but hand-offs hold {held}")
-            ticket = place.pool.reserve(count, owner)
+            ticket = place.pool.reserve(count, owner, tenant=handoff.place.tenant)
             self.moves[claim_id] = Move(place, ticket.write_id, owner, ints_in(ticket.packed_slots))
             self._num_slots[place.slab] += count
             return self.moves[claim_id].slots

@@ -18,7 +18,7 @@ def space_to_text(space: Namespace) -> str:
     """Return a namespace as JSON; `space_from_text` reads it."""
     shape = {name.name: getattr(space.shape, name.name) for name in fields(KVShape) if name.init}
     shape |= {"planes": Planes(space.shape.planes).value, "sides": [asdict(side) for side in space.shape.sides]}
-    own = {name: getattr(space, name) for name in ("model", "revision", "lora", "quantization")}
+    own = {name: getattr(space, name) for name in ("model", "revision", "lora", "quantization", "tenant")}
     return json.dumps({**own, "salt": space.salt.hex(), "shape": shape, "digest": space.digest.hex()})
 
 

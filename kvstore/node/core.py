@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,16 +110,9 @@ class NodeCore:
 
         peers = PeerBook(node_id, epoch, resolve, config.call_timeout_s)
         service = PoolService(
-            node_id,
-            config,
-            epoch,
-            presence,
-            versions,
-            lambda: hints.publish_soon(),
-            lambda: self.control.server.wake(),
-            self._divided,
-            disk,
-        )
+            node_id, config, epoch, presence, versions, lambda: hints.publish_soon(),
+            lambda: self.control.server.wake(), self._divided, disk,
+        )  # fmt: skip
         hear, timeout_s, alone = service.hear_clearing, config.call_timeout_s, presence.set_alone
         find, num_shards = resolve_directory, config.num_directory_shards
         hints = link_to_directory(num_shards, node_id, find, timeout_s, versions, hear, alone, epoch)
@@ -225,8 +218,15 @@ class NodeCore:
             return []
         return [chain.encode() for chain in service.current.hot_chains(max_bytes // service.slot_bytes)]
 
-    def adopt(self, chains: list[bytes], timeout_s: float) -> int:
-        """Fetch chains from the nodes that have them. Return how many of their blocks are here now.
+    def tenants_of(self, chains: list[bytes]) -> list[str]:
+        """Return the tenant of the last block that is here of each chain."""
+        return [self.state.pool_service.current.tenant_of(decode_chain(chain)) for chain in chains]
+
+    def adopt(self, chains: list[bytes], timeout_s: float, tenants: Sequence[str] = ()) -> int:
+        """Fetch chains from the nodes that have them, each for its tenant, the shared one if `tenants` is empty.
+
+        Returns:
+            How many of their blocks are here now.
 
         Raises:
             StoreDraining, StoreUnavailable: this node is drained, or its store is being stopped.
@@ -234,7 +234,7 @@ class NodeCore:
         service, ttl_s = self.state.pool_service, self.state.config.lease_ttl_s
         service.check_serving()
         deadline_s, arrived = clock.now_s() + timeout_s, 0
-        for encoded in chains:
+        for encoded, tenant in zip(chains, tenants or [""] * len(chains), strict=True):
             chain, left_s = decode_chain(encoded), deadline_s - clock.now_s()
             if left_s <= 0:
                 break
@@ -243,12 +243,12 @@ class NodeCore:
             version_now = partial(self.state.versions.get, chain.namespace)
             version = version_now()  # Before the pin.
             pool, ended = service.pool, threading.Event()
-            grant = pool.pin_prefix(chain, "adopt", clock.now_s() + ttl_s)
+            grant = pool.pin_prefix(chain, "adopt", clock.now_s() + ttl_s, tenant=tenant)
             load = Load(
                 chain=chain, block_bytes=service.block_bytes[chain.namespace], owner="adopt",
                 lease_id=grant.lease_id, ttl_s=ttl_s, deadline_s=deadline_s, pool=pool, version_now=version_now,
                 version=version, send=lambda piece, ended=ended: None if piece.report is None else ended.set(),  # type: ignore[misc]
-                num_ready=grant.num_blocks,
+                num_ready=grant.num_blocks, tenant=tenant,
             )  # fmt: skip
             self.state.fetcher.begin(load)
             ended.wait(left_s + 1.0)

@@ -25,6 +25,7 @@ from kvstore.node.load_service import LoadControl
 from kvstore.node.peer_service import PeerControl, owner_of
 from kvstore.node.pool_routes import PoolRoutes
 from kvstore.node.state import NodeState
+from kvstore.quotas import check_tenant
 from kvstore.rpc.connection import Connection, Handler, Role
 from kvstore.rpc.framing import OWNER_KEY_DIGITS, STRANGER_BYTES, Flag, Message, Op, is_secret
 from kvstore.rpc.messages import NOTIFICATION, decode_attach
@@ -138,7 +139,7 @@ class NodeControl:
 
         Raises:
             IncompatibleStore: It speaks another protocol.
-            ConfigError: It is a mover whose process this kernel cannot name.
+            ConfigError: It is a mover whose process this kernel cannot name, or names a tenant that the store has not.
         """
         value = decode_object(message.payload)
         if value.get("protocol") != PROTOCOL_VERSION:
@@ -151,6 +152,7 @@ class NodeControl:
             raise ConfigError("this kernel cannot name the mover's process (Linux 5.3 can), so it could not be fenced")
         if connection.local and role in (Role.CLIENT, Role.MOVER, Role.PRESENCE):
             if role == Role.CLIENT:
+                connection.tenant = check_tenant(self._state.config.tenants, value.get("tenant", ""))
                 self._join(connection, value)
             connection.role, connection.routes = Role(role), self._routes[Role(role)]
             # The mover's messages free slots: read them even while the mover is slow to read its own.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy as np
 from kvstore.blocks.codec import encode
 from kvstore.blocks.indexes import pack_ints
 from kvstore.bounds import check_seconds
-from kvstore.errors import ConfigError, InvalidRequest, StaleVersion
+from kvstore.errors import ConfigError, InvalidRequest, PoolExhausted, StaleVersion
 from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.fetcher import HandoffFetcher
 from kvstore.handoff.lanes import StageLanes
@@ -23,6 +25,7 @@ from kvstore.node.handoff_peers import HandoffPeers
 from kvstore.node.later import answer_later, send_piece
 from kvstore.node.peer_service import PeerControl
 from kvstore.node.state import NodeState
+from kvstore.quotas import quota_of
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op
 from kvstore.rpc.handoff_messages import (
@@ -64,6 +67,8 @@ class HandoffControl:
         self._version = state.versions.get
         self.table = HandoffTable()
         self.waiting = WaitingClaims()
+        #: Hand-offs that a tenant's quota refused.
+        self.num_refused = Counter[str]()
         self.stages = StageBook(state.config, state.mover)
         self.lanes = StageLanes(state.config, state.mover)
         self.fetcher = HandoffFetcher(
@@ -111,14 +116,16 @@ class HandoffControl:
         self._service.block_bytes_of(wanted.namespace)
         # Read the version before the count: the count then shows a clearing that happens between the two reads.
         place, version = self._place(wanted.slab, wanted.generation), self._version(wanted.namespace)
+        self._check_quota(connection.tenant)
         if self._service.current.num_clears(wanted.namespace) != wanted.num_clears:
             raise StaleVersion(
                 "wanted blocks of the present weights, but their namespace was cleared since they were to be "
                 "published; publish what is computed anew"
             )
         slots = self.table.prepare(
-            wanted.key, wanted.writer, connection.owner, wanted.namespace, version, wanted.num_blocks, place
-        )
+            wanted.key, wanted.writer, connection.owner, wanted.namespace, version, wanted.num_blocks,
+            replace(place, tenant=connection.tenant),
+        )  # fmt: skip
         if wanted.slab:
             self._server.stay_awake(_AWAKE_S)
         if not connection.send(message.op, Flag.REPLY, message.request, encode(np.asarray(slots, np.int32))):
@@ -126,6 +133,21 @@ class HandoffControl:
             # So nothing writes to these slots. Free them now: the publisher may live for long.
             self._void(wanted.key, wanted.writer)
         connection.gave = message.request, functools.partial(self._void, wanted.key, wanted.writer)
+
+    def _check_quota(self, tenant: str) -> None:
+        """Refuse one more hand-off of a tenant that has as many as it may. Only this thread makes more."""
+        most = quota_of(self._state.config.tenants, tenant).max_handoffs
+        if most is not None and (held := self.num_of(tenant)) >= most:
+            self.num_refused[tenant] += 1
+            raise PoolExhausted(
+                f"wanted one more hand-off, but tenant {tenant!r} has {held} of the {most} that it may have at once; "
+                "fetch or withdraw some, or raise its max_handoffs"
+            )
+
+    def num_of(self, tenant: str) -> int:
+        """Return how many hand-offs a tenant has published, or is publishing."""
+        # A copy: hand-offs may end on another thread.
+        return sum(handoff.place.tenant == tenant for handoff in list(self.table.handoffs.values()))
 
     def _packing(self, connection: Connection, message: Message) -> None:
         self.waiting.are_soon(decode_key(message.payload))
@@ -195,7 +217,7 @@ class HandoffControl:
         if not here or request.from_slab not in (0, request.slab):
             counted = self._counting(request)
             send = functools.partial(send_piece, connection, message.op, question, counted=counted)
-            fetch_id = self.fetcher.begin(request, connection.owner, block_bytes, send)
+            fetch_id = self.fetcher.begin(request, connection.owner, block_bytes, send, connection.tenant)
             connection.gave = question, functools.partial(self.fetcher.end, fetch_id, connection.owner)
             return
         # The client copies directly out of the slots in which the blocks were published.

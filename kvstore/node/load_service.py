@@ -98,7 +98,8 @@ class LoadControl:
         # Look at the first block only: if it is not here, the rest of the chain need not be searched here.
         held = chain if pool.lookup(chain.head(1)) else chain.head(0)
         retention = OF_LOW_READER if asked.priority is Priority.LOW else NORMAL
-        grant = pool.pin_prefix(held, connection.owner, deadline_after(asked.ttl_s), retention=retention)
+        deadline_s, tenant = deadline_after(asked.ttl_s), connection.tenant
+        grant = pool.pin_prefix(held, connection.owner, deadline_s, retention=retention, tenant=tenant)
         self._wake()
         question = message.request  # Do not keep the message: its bytes would stay in memory while the load waits.
         connection.gave = question, partial(pool.release, grant.lease_id, connection.owner)
@@ -116,10 +117,11 @@ class LoadControl:
             send=partial(send_piece, connection, message.op, question, counted=counted),
             is_open=lambda: not connection.closed,
             retention=retention,
+            tenant=tenant,
         )
         load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
-        if grant.num_refused:
-            load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
+        load.num_unpinned = grant.num_refused
+        load.report.reason = load.why_unpinned()
         if grant.num_refused or num_here == len(chain):
             load.send(Progress(grant.lease_id, 0, grant.packed_slots, load.report))
             return

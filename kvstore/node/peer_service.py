@@ -22,6 +22,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
 from kvstore.node.later import answer_all
 from kvstore.node.state import NodeState
+from kvstore.quotas import check_tenant
 from kvstore.remote.answers import bytes_in
 from kvstore.remote.load import Load
 from kvstore.remote.messages import PeerGrant, PeerLease, PeerTransport, decode_peer_lease
@@ -92,6 +93,7 @@ class PeerControl:
         state, service, owner = self._state, self._service, connection.owner
         wanted = decode_peer_lease(message.payload)
         check_seconds("within_s", wanted.within_s)
+        check_tenant(state.config.tenants, wanted.tenant)
         if service.is_closed_to_peers:
             service.check_serving()
         if wanted.slot_format != BLOCK_ORDER_VERSION:
@@ -122,7 +124,9 @@ class PeerControl:
         version_now = partial(state.versions.get, namespace)
         version, pool = version_now(), service.current  # The version before the pin.
         retention = _retention_of(wanted)
-        grant = pool.pin_prefix(chain, owner, deadline_s + state.config.call_timeout_s, retention=retention)
+        grant = pool.pin_prefix(
+            chain, owner, deadline_s + state.config.call_timeout_s, retention=retention, tenant=wanted.tenant
+        )
 
         def answer(piece: Progress) -> None:
             if piece.report is not None:
@@ -145,6 +149,7 @@ class PeerControl:
             send=answer,
             is_open=lambda: not connection.closed,
             retention=retention,
+            tenant=wanted.tenant,
             num_ready=grant.num_blocks,
             may_ask_peers=False,
         )
@@ -167,7 +172,9 @@ class PeerControl:
                     "run one version of raykv everywhere"
                 )
             deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(state.config))
-            grant = service.current.pin_prefix(wanted.chain, owner, deadline_s, retention=_retention_of(wanted))
+            grant = service.current.pin_prefix(
+                wanted.chain, owner, deadline_s, retention=_retention_of(wanted), tenant=wanted.tenant
+            )
             # Compared again after the pin: a clearing is noted before new blocks can be stored.
             version = state.versions.get(namespace)
             if grant.packed_slots and version == wanted.namespace_version:

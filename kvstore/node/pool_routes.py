@@ -43,13 +43,15 @@ class PoolRoutes:
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         asked = decode_ask(message.payload)
-        return self._granted(connection, message, self._service.lease(asked.chain, connection.owner, asked.seconds))
+        grant = self._service.lease(asked.chain, connection.owner, asked.seconds, tenant=connection.tenant)
+        return self._granted(connection, message, grant)
 
     def _pin(self, connection: Connection, message: Message) -> bytes:
         asked = decode_ask_pin(message.payload)
         grant = self._service.pin(
-            asked.chain, connection.owner, PinKind.SOFT if asked.is_soft else PinKind.HARD, asked.ttl_s
-        )
+            asked.chain, connection.owner, PinKind.SOFT if asked.is_soft else PinKind.HARD, asked.ttl_s,
+            tenant=connection.tenant,
+        )  # fmt: skip
         return self._granted(connection, message, grant)
 
     def _granted(self, connection: Connection, message: Message, grant: Grant) -> bytes:
@@ -76,7 +78,7 @@ class PoolRoutes:
         retention = retention_of(asked.priority, asked.priority_s, clock.now_s())
         ticket = self._service.prepare_store(
             asked.chain, connection.owner, asked.num_parts, asked.part,
-            num_clears=asked.num_clears, retention=retention,
+            num_clears=asked.num_clears, retention=retention, tenant=connection.tenant,
         )  # fmt: skip
         connection.gave = message.request, partial(self._service.abort_store, ticket.write_id, connection.owner)
         return encode(ticket)

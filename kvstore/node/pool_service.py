@@ -9,17 +9,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.blocks.priority import NORMAL, Retention
-from kvstore.bounds import (
-    MAX_BLOCK_BYTES,
-    MAX_NAMESPACES,
-    MIN_BLOCK_BYTES,
-    check_count,
-    check_digest,
-)
+from kvstore.bounds import MAX_BLOCK_BYTES, MAX_NAMESPACES, MIN_BLOCK_BYTES, check_count, check_digest
 from kvstore.config import StoreConfig
 from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.tier import DiskTier
@@ -31,6 +26,8 @@ from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.handover.image import PoolImage
 from kvstore.pool.pool import Pool
 from kvstore.pool.reclaim import Reclaimer
+from kvstore.pool.tenants.limits import SHARED
+from kvstore.pool.tenants.make import memory_tenants
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.runtime.clock import deadline_after
 from kvstore.runtime.guard import LogLimit
@@ -150,6 +147,9 @@ class PoolService:
             on_used=None if self._disk is None or config.disk_min_uses == 1 else self._disk.used,
             eviction=make_policy(config.eviction, num_slots),
             has_roots=config.num_directory_shards > 1,
+            tenants=memory_tenants(
+                config.tenants, num_slots, slot_bytes, partial(make_policy, config.eviction, num_slots)
+            ),
         )
         if image is not None:
             pool.adopt(image)
@@ -202,7 +202,7 @@ class PoolService:
             return 0, 0
         return self._disk.lookup(chain.tail(num_local)), int(self._disk.rate.bytes_per_s)
 
-    def lease(self, chain: BlockHashes, owner: str, ttl_s: float) -> Grant:
+    def lease(self, chain: BlockHashes, owner: str, ttl_s: float, *, tenant: str = SHARED) -> Grant:
         """Pin the readable prefix of a run for `ttl_s` seconds.
 
         Raises:
@@ -210,23 +210,24 @@ class PoolService:
             InvalidRequest: `ttl_s` is not a time; nothing changed.
         """
         self.check_serving()
-        grant = self.current.pin_prefix(chain, owner, deadline_after(ttl_s))
+        grant = self.current.pin_prefix(chain, owner, deadline_after(ttl_s), tenant=tenant)
         if not grant.packed_slots:
             self.current.release(grant.lease_id, owner)
             return Grant(num_refused=grant.num_refused, epoch=grant.epoch)
         self._wake()
         return grant
 
-    def pin(self, chain: BlockHashes, owner: str, kind: PinKind, ttl_s: float) -> Grant:
+    def pin(self, chain: BlockHashes, owner: str, kind: PinKind, ttl_s: float, *, tenant: str = SHARED) -> Grant:
         """Pin the readable prefix of a run for `ttl_s` seconds. If infinite, while its owner lives.
 
         Raises:
             StoreDraining: the store no longer grants anything.
-            PoolExhausted: the budget of pins is used up; nothing changed.
+            PoolExhausted: the budget of pins, or the tenant's quota of them, is used up; nothing changed.
             InvalidRequest: `ttl_s` is not a time; nothing changed.
         """
         self.check_serving()
-        grant = self.pool.pin(chain, owner, kind, FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s))
+        deadline_s = FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s)
+        grant = self.pool.pin(chain, owner, kind, deadline_s, tenant=tenant)
         self._wake()
         return grant
 
@@ -251,6 +252,8 @@ class PoolService:
         ttl_s: float = FOREVER_S,
         num_clears: int | None = None,
         retention: Retention = NORMAL,
+        *,
+        tenant: str = SHARED,
     ) -> StoreTicket:
         """Claim slots for missing blocks, or join the writers of their other parts.
 
@@ -262,6 +265,7 @@ class PoolService:
             ttl_s: the slots come back after this time even if the owner lives; infinite if its death is noticed.
             num_clears: as for `Pool.prepare_store`.
             retention: likewise.
+            tenant: likewise.
 
         Raises:
             StoreDraining: the store no longer grants anything.
@@ -271,7 +275,7 @@ class PoolService:
         self.check_serving()
         in_parts = isinstance(num_parts, int) and num_parts > 1  # The pool refuses a value that is not a number.
         ticket = self.pool.prepare_store(
-            chain, owner, num_parts=num_parts, part=part, num_clears=num_clears, retention=retention,
+            chain, owner, num_parts=num_parts, part=part, num_clears=num_clears, retention=retention, tenant=tenant,
             deadline_s=FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s),
             parts_deadline_s=deadline_after(self._config.lease_ttl_s) if in_parts else FOREVER_S,
         )  # fmt: skip

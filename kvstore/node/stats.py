@@ -9,6 +9,7 @@ from typing import Any
 from kvstore.handoff.table import HandoffTable
 from kvstore.node.dispatch import NodeControl
 from kvstore.node.state import NodeState
+from kvstore.pool.tenants.limits import TenantStats
 from kvstore.runtime import clock
 
 
@@ -47,6 +48,7 @@ def counts_of(state: NodeState, control: NodeControl, host: str) -> dict[str, An
         },
         "pool": asdict(service.current.stats()) if service.is_attached else None,
         "pins": service.current.pins(clock.now_s()),
+        "tenants": _tenants(state, control),
         "traffic": traffic,
         "queues": {"loads": state.fetcher.num_loads, "threads": sum(state.threads.num_pending.values())},
         "reclaim": None if service.reclaimer is None else {**service.reclaimer.stats(), **watermarks},
@@ -66,3 +68,25 @@ def left_of(state: NodeState, handoffs: HandoffTable) -> dict[str, int]:
         "num_writes": max(0, stats.num_writes - num_handoff_writes),  # One may have ended between the two counts.
         "num_handoffs": num_handoffs,
     }
+
+
+def _tenants(state: NodeState, control: NodeControl) -> dict[str, dict[str, int]]:
+    """Return what each tenant has, and what its quotas refused, by name; the shared tenant has no quotas."""
+    service, handoffs, found = state.pool_service, control.handoffs, dict[str, dict[str, int]]()
+    memory = service.current.tenants()
+    disk = {} if state.disk is None else state.disk.pool.tenants()
+    for quota in state.config.tenants:
+        name, here, there = quota.name, memory.get(quota.name, TenantStats()), disk.get(quota.name, TenantStats())
+        found[name] = {
+            "num_bytes": here.num_slots * service.slot_bytes,
+            "num_pinned_bytes": here.num_pinned * service.slot_bytes,
+            "num_disk_bytes": there.num_slots * service.slot_bytes,
+            "num_handoffs": handoffs.num_of(name),
+            "num_evicted": here.num_evicted,
+            "num_evicted_by_quota": here.num_evicted_by_quota,
+            "num_refused_bytes": here.num_refused_bytes,
+            "num_refused_pins": here.num_refused_pins,
+            "num_refused_handoffs": handoffs.num_refused[name],
+            "num_refused_disk": there.num_refused_bytes,
+        }
+    return found

@@ -215,8 +215,13 @@ class BlockIndex:
     # Taking out.
 
     def evict(self, slot: int) -> bytes:
-        """Remove a ready block without children; return its hash, empty when the slot has no such block."""
+        """Remove a ready block without children; return its hash, empty when the slot has no such block.
+
+        Cleared ones stay: `sweep` frees them.
+        """
         own, space = self.block_hash[slot], self.space[slot]
+        if space.is_cleared:
+            return b""
         if self.num_children[slot] or space.ready.pop(own, None) is None:
             return b""
         if self.run[slot].lost(self.place[slot]):

@@ -33,6 +33,8 @@ class _Lease:
     #: Whether it is another tier's, and how many slots had no reader when that pinned them.
     is_lent: bool = False
     num_lent: int = 0
+    #: Number of the tenant whose pins these are.
+    tenant: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -86,9 +88,15 @@ class LeaseTable(OwnedTable[_Lease]):
         }
 
     def pin(
-        self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind, retention: Retention = NORMAL
+        self,
+        chain: BlockHashes,
+        owner: str,
+        deadline_s: float,
+        kind: PinKind,
+        retention: Retention = NORMAL,
+        tenant: int = 0,
     ) -> Grant:
-        """Pin the readable prefix of a chain under a new lease, as far as the budgets allow.
+        """Pin the readable prefix of a chain under a new lease, as far as the budgets and the tenant's quota allow.
 
         Raises:
             PoolExhausted: there are too many leases, or too many blocks under them; nothing changed.
@@ -100,7 +108,7 @@ class LeaseTable(OwnedTable[_Lease]):
                 "not needed, and pin the blocks of a prompt once"
             )
         lease_id = self.new_id()
-        lease, num_refused = self._take(chain, owner, deadline_s, kind, retention)
+        lease, num_refused = self._take(chain, owner, deadline_s, kind, retention, tenant)
         self.add(lease_id, lease)
         self.num_soft_pins += kind is PinKind.SOFT
         return Grant(lease_id, lease.slots.packed, lease.generations, num_refused, self._epoch)
@@ -110,8 +118,11 @@ class LeaseTable(OwnedTable[_Lease]):
         table, index, is_low = self._table, self._table.index, self._table.eviction.is_low
         space = index.space_of(namespace)
         blocks, parents, depths, root_at = index.block_hash, index.parent, index.depth, index.roots.at
+        tenant_at = table.tenant_at
         found = [
-            HeldBlock(slot, namespace, parents[slot], depths[slot], blocks[slot], is_low(slot), root_at(slot))
+            HeldBlock(
+                slot, namespace, parents[slot], depths[slot], blocks[slot], is_low(slot), root_at(slot), tenant_at(slot)
+            )
             for slot in slots
             if space.ready.get(blocks[slot]) == slot
         ]
@@ -175,7 +186,7 @@ class LeaseTable(OwnedTable[_Lease]):
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
         self._check_room()
         # A load from peers brought these blocks, and their claim was their use.
-        more, num_refused = self._take(chain, owner, deadline_s, lease.kind, retention, is_use=False)
+        more, num_refused = self._take(chain, owner, deadline_s, lease.kind, retention, lease.tenant, is_use=False)
         self.num_blocks += len(more.slots)
         lease.slots = join([lease.slots, more.slots])
         lease.generations += more.generations
@@ -225,6 +236,7 @@ class LeaseTable(OwnedTable[_Lease]):
         deadline_s: float,
         kind: PinKind,
         retention: Retention,
+        tenant: int,
         *,
         is_use: bool = True,
     ) -> tuple[_Lease, int]:
@@ -239,17 +251,21 @@ class LeaseTable(OwnedTable[_Lease]):
             count = _num_within(room, found, (lambda slot: held(slot) - lent[slot]) if is_exceeded else held)
         if kind is PinKind.HARD:
             count = _num_within(self._max_hard_pinned - len(self.hard_pins), found.part(0, count), self.hard_pins.get)
+        if kind is not PinKind.SOFT and table.tenants is not None:
+            count = table.tenants.pinnable(tenant, found.part(0, count))
         slots = found.part(0, count)
         if kind is PinKind.SOFT:
             table.eviction.soft_pinned(slots)
         else:
             columns.pin(slots)
+            if table.tenants is not None:
+                table.tenants.pinned(tenant, slots)
         if kind is PinKind.HARD:
             self.hard_pins.update(slots)
         stamp = table.eviction.touched(slots, is_use=is_use, retention=retention)
         if self._on_used is not None and count:
             self._on_used(chain.namespace, list(slots), is_use)
-        lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp)
+        lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp, tenant=tenant)
         return lease, len(found) - len(slots)
 
     def end(self, lease_id: int) -> None:
@@ -263,11 +279,13 @@ class LeaseTable(OwnedTable[_Lease]):
             return
         if lease.kind is PinKind.HARD:
             self.hard_pins -= Counter(lease.slots)
+        if self._table.tenants is not None:
+            self._table.tenants.unpinned(lease.tenant, lease.slots)
         self._table.unpin(lease.slots, lease.stamp)
 
     def check(self, refs: Counter[int]) -> None:
         """Add the pins of all leases to `refs`; assert that all counts are right."""
-        hard, soft = Counter[int](), Counter[int]()
+        hard, soft, tenants = Counter[int](), Counter[int](), self._table.tenants
         self.check_owners()
         for lease in self.held.values():
             if lease.kind is PinKind.SOFT:
@@ -278,6 +296,11 @@ class LeaseTable(OwnedTable[_Lease]):
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots)
         assert hard == self.hard_pins, "hard pins"
+        for tenant in range(1, 0 if tenants is None else len(tenants.names)):
+            mine = [each for each in self.held.values() if each.tenant == tenant and each.kind is not PinKind.SOFT]
+            held = Counter(slot for each in mine for slot in each.slots)
+            assert tenants is not None, "of it are the numbers"
+            assert held == tenants.pins_of(tenant), f"pins of tenant {tenant}"
         lent = Counter(slot for lease in self.held.values() if lease.is_lent for slot in lease.slots)
         assert lent == self._lent, "slots pinned by other tiers"
         assert self._num_lent == sum(lease.num_lent for lease in self.held.values()), "slots lent to other tiers"

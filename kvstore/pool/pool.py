@@ -26,6 +26,7 @@ from kvstore.memory.clears import ClearCounts
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.events.log import RootedChange
 from kvstore.pool.events.roots import RootKeys
+from kvstore.pool.eviction.hottest import by_touch, hot_chains
 from kvstore.pool.eviction.policy import EvictionPolicy
 from kvstore.pool.handover.adoption import adopt
 from kvstore.pool.handover.export import export
@@ -33,6 +34,8 @@ from kvstore.pool.handover.image import PoolImage
 from kvstore.pool.leases import LeaseTable
 from kvstore.pool.slot_checks import check_slots
 from kvstore.pool.slots import SlotTable
+from kvstore.pool.tenants.limits import SHARED, TenantStats
+from kvstore.pool.tenants.table import TenantTable
 from kvstore.pool.watches import WatchTable
 from kvstore.pool.writes import WriteTable, WriteTerms
 from kvstore.runtime import clock
@@ -71,6 +74,8 @@ class Pool:
             used when None.
         now_s: the clock by which the priorities of blocks end, and ages of leases are told, in seconds.
         has_roots: keep the root key of each block, for a directory of several shards.
+        tenants: what each tenant may have, for as many slots, and for no other pool; None: nobody has a quota. A name
+            that it does not know is that of the shared tenant, which has none.
     """
 
     def __init__(
@@ -88,13 +93,15 @@ class Pool:
         eviction: EvictionPolicy | None = None,
         now_s: Callable[[], float] = clock.now_s,
         has_roots: bool = False,
+        tenants: TenantTable | None = None,
     ) -> None:
         if num_slots < 0:
             raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
         self._yield, self.is_frozen = yield_point, False
-        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots)
+        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots, tenants=tenants)
+        self._tenants = tenants
         self.watches = WatchTable(self.table.index)
         self.swept_at_once = _SWEPT_AT_ONCE
         new_id = count_from(secrets.randbits(48) + 1).__next__
@@ -125,7 +132,14 @@ class Pool:
             return chain.hash_at(0) in self.table.index.space_of(chain.namespace).writing
 
     def pin_prefix(
-        self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0, *, retention: Retention = NORMAL
+        self,
+        chain: BlockHashes,
+        owner: str,
+        deadline_s: float,
+        lease_id: int = 0,
+        *,
+        retention: Retention = NORMAL,
+        tenant: str = SHARED,
     ) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
 
@@ -135,9 +149,10 @@ class Pool:
             deadline_s: of kvstore.runtime.clock; before it, the pool never takes the lease back.
             lease_id: adds the blocks to this lease instead of making one.
             retention: what the reader says of the blocks. Those that are LOW become NORMAL, unless it is LOW, too.
+            tenant: of the reader; a lease stays that of the tenant for which it was made.
 
         Returns:
-            The part of the prefix that fits in the budget of pins.
+            The part of the prefix that fits in the budget of pins, and in the tenant's quota of them.
 
         Raises:
             LeaseReleased: `lease_id` is not held by `owner`; nothing changed.
@@ -148,24 +163,33 @@ class Pool:
             self._check_lives()
             if lease_id:
                 return self.leases.grow(lease_id, chain, owner, deadline_s, retention)
-            return self.leases.pin(chain, owner, deadline_s, PinKind.LEASE, retention)
+            return self.leases.pin(chain, owner, deadline_s, PinKind.LEASE, retention, self._number_of(tenant))
 
-    def pin(self, chain: BlockHashes, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
+    def pin(
+        self, chain: BlockHashes, owner: str, kind: PinKind, deadline_s: float = _NEVER_S, *, tenant: str = SHARED
+    ) -> Grant:
         """Pin the readable prefix of a run, HARD or SOFT, until it is released.
 
         Returns:
             The part of the prefix that fits in the budgets; `lease_id` is 0 when no block of the run is here.
 
         Raises:
-            PoolExhausted: blocks are here, but the budget has no room even for the first; nothing changed.
+            PoolExhausted: blocks are here, but the budget, or the tenant's quota of pins, has no room even for the
+                first; nothing changed.
         """
         _check_deadline(deadline_s)
         with self._step("pin"):
             self._check_lives()
-            grant = self.leases.pin(chain, owner, deadline_s, kind)
+            number = self._number_of(tenant)
+            grant = self.leases.pin(chain, owner, deadline_s, kind, tenant=number)
             if grant.packed_slots:
                 return grant
             self.leases.release(grant.lease_id, owner)
+        if grant.num_refused and self._tenants is not None and self._tenants.has_no_pins_left(number):
+            raise PoolExhausted(
+                f"wanted to pin {grant.num_refused} blocks ({kind.name.lower()}), but tenant {tenant!r} has used up "
+                "its quota of pins; release leases or pins, or raise its max_pinned_bytes"
+            )
         if grant.num_refused:
             raise PoolExhausted(
                 f"wanted to pin {grant.num_refused} blocks ({kind.name.lower()}), but the budget of pins is used up; "
@@ -270,11 +294,13 @@ class Pool:
         parts_deadline_s: float = _NEVER_S,
         num_clears: int | None = None,
         retention: Retention = NORMAL,
+        tenant: str = SHARED,
     ) -> StoreTicket:
         """Claim a slot for each missing block of a run, or join its writing in parts.
 
         Blocks that are here are pinned until the write ends, so that making room cannot evict them.
-        When the pool is full, the ticket covers the leading blocks that fit.
+        When the pool is full, or the tenant at its quota, the ticket covers the leading blocks that fit. A tenant at
+        its quota takes the slots of its own blocks only.
 
         Args:
             chain: the blocks to store.
@@ -288,6 +314,7 @@ class Pool:
                 count when None. After a later clearing nothing is claimed or joined, and the ticket has another count.
             retention: how much the blocks matter, until a time of the pool's clock. It raises that of blocks which are
                 here already, and never lowers it; of two ends the later one counts.
+            tenant: of the writer; new blocks are its own.
 
         Raises:
             ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
@@ -305,7 +332,7 @@ class Pool:
         _check_deadline(parts_deadline_s)
         terms = WriteTerms(
             owner=owner, part=part, num_parts=num_parts, deadline_s=deadline_s, parts_deadline_s=parts_deadline_s,
-            retention=retention,
+            retention=retention, tenant=self._number_of(tenant),
         )  # fmt: skip
         with self._step("prepare_store"):
             self._check_lives()
@@ -315,7 +342,13 @@ class Pool:
             return self.writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
 
     def reserve(
-        self, num_blocks: int, owner: str, *, deadline_s: float = _NEVER_S, may_evict: bool = True
+        self,
+        num_blocks: int,
+        owner: str,
+        *,
+        deadline_s: float = _NEVER_S,
+        may_evict: bool = True,
+        tenant: str = SHARED,
     ) -> StoreTicket:
         """Claim slots for blocks without names, which cannot be found; `abort_store` gives them back.
 
@@ -324,9 +357,11 @@ class Pool:
             owner: the writer; only this owner can give them back.
             deadline_s: when the pool takes them back, even from a live writer, which must stop before.
             may_evict: besides free slots, take slots of blocks that have no holder.
+            tenant: of the writer; the slots are its own.
 
         Raises:
-            PoolExhausted: there are not that many slots; nothing is claimed or evicted.
+            PoolExhausted: there are not that many slots, or the tenant may not have them; nothing is claimed or
+                evicted.
             InvalidRequest: fewer than one block, or the deadline is not a number; nothing changed.
         """
         if num_blocks < 1:
@@ -334,7 +369,7 @@ class Pool:
         _check_deadline(deadline_s)
         with self._step("reserve"):
             self._check_lives()
-            terms = WriteTerms(owner=owner, deadline_s=deadline_s)
+            terms = WriteTerms(owner=owner, deadline_s=deadline_s, tenant=self._number_of(tenant))
             return self.writes.reserve(num_blocks, terms, may_evict=may_evict)
 
     def complete_store(
@@ -640,7 +675,7 @@ class Pool:
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
-            return self.table.hot_chains(max_blocks)
+            return hot_chains(self.table.index, self.table.eviction.stamp, max_blocks)
 
     def by_touch(self, most: int) -> list[tuple[bytes, list[int]]]:
         """Return the namespace and the slots of each stretch of blocks that were touched together, the last first.
@@ -649,7 +684,7 @@ class Pool:
             most: of the blocks; those that were touched before all others are left out.
         """
         with self._lock:
-            return self.table.by_touch(most)
+            return by_touch(self.table.index, self.table.eviction.stamp, most)
 
     def num_leases(self, owner: str = "") -> int:
         """Return how many leases are held, by one owner if it is given."""
@@ -698,6 +733,24 @@ class Pool:
                 num_low=table.eviction.num_low,
                 num_high=table.eviction.num_high,
             )
+
+    def tenants(self) -> dict[str, TenantStats]:
+        """Return the counts of each tenant by name, in one moment; of the shared one there are none."""
+        if self._tenants is None:
+            return {}
+        with self._lock:
+            return self._tenants.stats()
+
+    def tenant_of(self, chain: BlockHashes) -> str:
+        """Return whose the last block of a run is that is here; "" for the shared tenant, and if none is."""
+        if self._tenants is None:
+            return SHARED
+        with self._lock:
+            found = list(self.table.index.find_prefix(chain.namespace, chain.data))
+            return self.table.tenant_at(found[-1]) if found else SHARED
+
+    def _number_of(self, tenant: str) -> int:
+        return 0 if self._tenants is None else self._tenants.number_of(tenant)
 
     def pins(self, now_s: float) -> dict[str, dict[str, float]]:
         """Return {"num", "oldest_s"} of leases ("lease"), hard and soft pins ("hard", "soft"); ages in seconds.

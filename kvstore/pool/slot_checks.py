@@ -27,6 +27,8 @@ def check_slots(table: SlotTable) -> None:
     assert pinned <= set(states["ready"]), "pinned but not ready"
     assert columns.cleared <= pinned, "cleared, idle and not free"
     assert set(table.eviction.soft_pins) <= set(ready), "soft pin of a block that is not there"
+    if table.tenants is not None:
+        table.tenants.check(columns.free)
     findable = {slot for space in table.index.spaces.values() for slot in space.ready.values()}
     table.eviction.check({slot for slot in findable - pinned if not table.index.num_children[slot]})
 

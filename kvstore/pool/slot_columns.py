@@ -8,13 +8,12 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.blocks.indexes import ints_in
 from kvstore.pool.slot_lists import SlotList
+from kvstore.pool.tenants.readers import ReaderCounts
+from kvstore.pool.tenants.table import TenantTable
 
-_ONE = np.int32(1)
 
-
-class SlotColumns:
+class SlotColumns(ReaderCounts):
     """The slots of a pool, one column per attribute. So a chain is handled in a few passes.
 
     Each slot is free, being written, ready or quarantined. Only ready slots have readers: with a reader a slot is
@@ -23,19 +22,20 @@ class SlotColumns:
 
     `generation` grows each time a slot is claimed. `ref_count` counts readers. `aborted` slots are being written and
     will never be published. `cleared` slots were cleared while pinned, and become free after their last reader. A
-    transfer may still write to `quarantined` slots, listed by name.
+    transfer may still write to `quarantined` slots, listed by name. `tenants` hears of slots that become free; None in
+    a pool without tenants.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, tenants: TenantTable | None = None) -> None:
+        super().__init__(num_slots)
+        self._tenants = tenants
         self.generation = array("I", bytes(4 * num_slots))
-        self.ref_count = array("i", bytes(4 * num_slots))
         # The same memory, for all slots of a chain at once.
         self._generations = np.frombuffer(self.generation, np.uint32)
-        self.ref_counts = np.frombuffer(self.ref_count, np.int32)
         self.aborted: set[int] = set()
         self.cleared: set[int] = set()
         self.quarantined: dict[str, list[int]] = {}
-        self.num_pinned = self.num_writing = self.num_quarantined = 0
+        self.num_writing = self.num_quarantined = 0
         # Highest index first, so that taking from the end hands out the lowest; sorted again when needed.
         self.free = list(range(num_slots - 1, -1, -1))
         self._free_is_sorted = True
@@ -97,34 +97,16 @@ class SlotColumns:
     def _free_up(self, slots: Collection[int]) -> None:
         self.free += slots
         self._free_is_sorted = False
-
-    def pin(self, slots: SlotList) -> None:
-        """Add a reader to each ready slot, two if it is named twice; callers must touch the slots, too."""
-        num_new = self._num_idle(slots)
-        self._add_readers(slots, _ONE)
-        self.num_pinned += num_new
+        if self._tenants is not None and slots:
+            self._tenants.freed(slots)
 
     def unpin(self, slots: SlotList) -> None:
         """Remove a reader from each slot, as given to `pin`; cleared slots without readers become free."""
-        self._add_readers(slots, -_ONE)
-        self.num_pinned -= self._num_idle(slots)
+        super().unpin(slots)
         if self.cleared:
             unread = [slot for slot in self.cleared.intersection(slots) if not self.ref_count[slot]]
             self.cleared.difference_update(unread)
             self._free_up(unread)
-
-    def _add_readers(self, slots: SlotList, number: np.int32) -> None:
-        if isinstance(slots.index, slice):
-            refs = self.ref_counts[slots.index]
-            refs += number
-        else:
-            np.add.at(self.ref_counts, slots.index, number)
-
-    def _num_idle(self, slots: SlotList) -> int:
-        refs = self.ref_counts[slots.index]
-        if slots.is_distinct:
-            return len(refs) - int(np.count_nonzero(refs))
-        return len(np.unique(ints_in(slots.packed)[refs == 0]))
 
     def clear(self, slots: list[int], listed: SlotList) -> None:
         """Free ready slots that were cleared, each with its last reader; `listed` are the same."""

@@ -5,14 +5,13 @@ No locking here: the pool holds its lock. kvstore.pool.slot_checks asserts that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import groupby
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.priority import NORMAL, Retention
+from kvstore.errors import PoolExhausted
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.block_index import BlockIndex, Space
 from kvstore.pool.eviction.lru import LeastRecentlyUsed
@@ -21,10 +20,14 @@ from kvstore.pool.eviction.priorities import PriorityOrder
 from kvstore.pool.runs import Run
 from kvstore.pool.slot_columns import SlotColumns
 from kvstore.pool.slot_lists import SlotList
+from kvstore.pool.tenants.order import TenantOrder
+from kvstore.pool.tenants.table import TenantTable
 from kvstore.runtime import clock
 
 #: Few counters, so that in tests many blocks share one.
 _OWN_COUNTERS = 16
+#: The most cleared slots that a claim of a tenant at its quota sweeps: its own may be behind those of others.
+_SWEPT_AT_QUOTA = 4096
 
 
 class SlotTable:
@@ -38,11 +41,14 @@ class SlotTable:
         now_s: Callable[[], float] = clock.now_s,
         *,
         has_roots: bool = False,
+        tenants: TenantTable | None = None,
     ) -> None:
-        self.num_slots = num_slots
-        self.columns = SlotColumns(num_slots)
+        self.num_slots, self.tenants = num_slots, tenants
+        self.columns = SlotColumns(num_slots, tenants)
         policy = LeastRecentlyUsed(num_slots) if eviction is None else eviction
         self.eviction = PriorityOrder(policy, num_slots, now_s)
+        if tenants is not None:
+            self.eviction = TenantOrder(policy, num_slots, now_s, tenants)
         presence = PresenceCounts(bytearray(_OWN_COUNTERS)) if presence is None else presence
         self.index = BlockIndex(num_slots, presence, self.eviction, has_roots=has_roots)
         self.num_evicted = self.num_published = 0
@@ -58,12 +64,14 @@ class SlotTable:
         depths: npt.NDArray[np.int64],
         retention: Retention = NORMAL,
         root_key: int = 0,
+        tenant: int = 0,
     ) -> Run:
         """Take slots for the leading blocks that get one, free slots first, then by eviction.
 
-        They are ascending, in a new generation, and being written.
+        They are ascending, in a new generation, and being written. What a tenant wants beyond its quota takes the slots
+        of its own blocks.
         """
-        run = self._take(len(hashes))
+        run = self._take(len(hashes), tenant)
         if run.slots:
             hashes = hashes[: len(run.slots)]
             run.data = b"".join(hashes)
@@ -71,14 +79,18 @@ class SlotTable:
             self.eviction.claimed(run.whole, hashes, retention)
         return run
 
-    def claim_anonymous(self, wanted: int) -> Run:
+    def claim_anonymous(self, wanted: int, tenant: int = 0) -> Run:
         """Take up to `wanted` slots for blocks without names, as `claim` does; they count as aborted at once."""
-        num_free = self.columns.num_free
-        run = self._take(wanted)
+        num_evicted = self.num_evicted
+        run = self._take(wanted, tenant)
         self.columns.aborted.update(run.slots)
-        if wanted > num_free:  # Evicted slots still have the hashes of their old blocks.
+        if self.num_evicted > num_evicted:  # Evicted slots still have the hashes of their old blocks.
             self.index.forget(run.whole)
         return run
+
+    def tenant_at(self, slot: int) -> str:
+        """Return the name of the tenant that has a slot; "" for the shared one."""
+        return "" if self.tenants is None else self.tenants.names[self.tenants.owners[slot]]
 
     def begin_anonymous(self, slots: list[int]) -> SlotList:
         """Have taken slots count as being written, for blocks without names, as `claim_anonymous` does."""
@@ -87,25 +99,60 @@ class SlotTable:
         self.columns.aborted.update(slots)
         return listed
 
-    def num_obtainable(self, wanted: int, *, may_evict: bool) -> int:
+    def num_obtainable(self, wanted: int, *, may_evict: bool, tenant: int = 0) -> int:
         """Return how many slots, at most `wanted`, a claim would get. Evicts nothing, but may sweep."""
         columns, most = self.columns, min(wanted, self.num_slots)
-        self._sweep_for(most)
-        num_short = most - columns.num_free
+        self._sweep_for(most, tenant)
+        num_own = 0
+        if tenant and (num_over := most - self._room(tenant)) > 0:
+            num_own = self._num_evictable(num_over, tenant) if may_evict else 0
+            most = max(most - num_over + num_own, 0)
+        num_short = most - num_own - columns.num_free
         if num_short <= 0:
             return most
-        return columns.num_free + (self._num_evictable(num_short) if may_evict else 0)
+        # Whatever goes, so many others can go: the own ones are among them.
+        num_others = self._num_evictable(num_own + num_short) - num_own if may_evict else 0
+        return columns.num_free + num_own + num_others
 
-    def _num_evictable(self, most: int) -> int:
-        """Return how many blocks could be evicted one after the other, without looking for more than `most`."""
+    def check_obtainable(self, wanted: int, *, may_evict: bool, tenant: int = 0) -> None:
+        """Make sure that a claim would get so many slots. Evicts nothing, but may sweep.
+
+        Raises:
+            PoolExhausted: it would get fewer.
+        """
+        if (num_there := self.num_obtainable(wanted, may_evict=may_evict, tenant=tenant)) >= wanted:
+            return
+        why = "the others are pinned or being written; release leases or add capacity"
+        if tenant and self._room(tenant) < wanted and self.num_obtainable(wanted, may_evict=may_evict) >= wanted:
+            assert self.tenants is not None, "a number of a tenant comes from there"
+            self.tenants.refused(tenant, wanted if may_evict else 0)
+            why = self.tenants.why_full(tenant)
+        raise PoolExhausted(f"wanted {wanted} slots, got {num_there}: {why}")
+
+    def num_short(self, wanted: int, tenant: int) -> int:
+        """Return how many slots have to become free before a claim of so many evicts nothing."""
+        num_short = wanted - self.columns.num_free
+        return max(num_short, wanted - self._room(tenant)) if tenant else num_short
+
+    def _room(self, tenant: int) -> int:
+        assert self.tenants is not None, "a number of a tenant comes from there"
+        return self.tenants.room(tenant)
+
+    def _num_evictable(self, most: int, tenant: int = 0) -> int:
+        """Return how many blocks could be evicted one after the other, without looking for more than `most`.
+
+        Of a tenant, if it is given, only its own.
+        """
         index, unread = self.index, self.columns.ref_counts == 0
+        if tenant and self.tenants is not None:
+            unread &= self.tenants.owners == tenant
         parent, num_children = index.parent, index.num_children
         leaves = np.flatnonzero(unread & (index.nums_children == 0))
         is_unread, num_found, num_left = unread.tobytes(), 0, dict[int, int]()
         for leaf in map(int, leaves):
             ready = index.space[leaf].ready
             at = ready.get(index.block_hash[leaf])
-            if at != leaf:
+            if at != leaf or index.space[leaf].is_cleared:
                 continue  # No block, or one that is being written.
             while at is not None:
                 num_found += 1
@@ -119,32 +166,66 @@ class SlotTable:
                         break
         return num_found
 
-    def _sweep_for(self, wanted: int) -> None:
+    def _sweep_for(self, wanted: int, tenant: int = 0) -> None:
         columns, cleared = self.columns, self.index.cleared
         while cleared and columns.num_free < wanted and self.sweep(wanted - columns.num_free):
             pass  # A step may free too few: some cleared slots have readers. Later victims are not cleared blocks.
+        if cleared and tenant and self._room(tenant) < wanted:
+            self.sweep(_SWEPT_AT_QUOTA)
 
-    def _take(self, wanted: int) -> Run:
+    def _take(self, wanted: int, tenant: int = 0) -> Run:
         columns = self.columns
-        self._sweep_for(wanted)
-        claimed = columns.take_free(wanted)
-        was_short = len(claimed) < wanted
+        self._sweep_for(wanted, tenant)
+        claimed = list[int]()
+        if tenant and (room := self._room(tenant)) < wanted:
+            claimed, wanted = self._take_own(wanted, room, tenant)
+        was_short = bool(claimed)
+        claimed += columns.take_free(wanted - len(claimed))
+        if len(claimed) < wanted:
+            was_short = True
+            claimed += self._evict(wanted - len(claimed), self.eviction.victims())
         if was_short:
-            claimed += self._evict(wanted - len(claimed))
             claimed.sort()
         self.index.shorten()
         listed = SlotList.of(claimed, ascending=True)
         if was_short:
             self.eviction.freed(listed)
+        if self.tenants is not None:
+            self.tenants.taken(listed, tenant)
         columns.begin_writing(listed)
         if columns.num_free < self.least_free:
             self.on_short()
         return Run(b"", claimed, listed)
 
-    def _evict(self, wanted: int) -> list[int]:
+    def _take_own(self, wanted: int, room: int, tenant: int) -> tuple[list[int], int]:
+        """Evict blocks of a tenant that wants more slots than it has room for.
+
+        Returns:
+            (slots of these blocks for new ones, how many slots the tenant may have with them).
+        """
+        tenants, order = self.tenants, self.eviction
+        assert tenants is not None, "a number of a tenant comes from there"
+        assert isinstance(order, TenantOrder), "with tenants there is no other"
+        own = self._evict(wanted - room, order.victims_of(tenant))
+        most = max(min(wanted, len(own) + room), 0)
+        tenants.gave_up(tenant, len(own))
+        tenants.refused(tenant, wanted - most)
+        if own[most:]:  # It had more than its quota, which was larger in another life.
+            self._free(own[most:])
+        return own[:most], most
+
+    def trim(self) -> int:
+        """Evict blocks of each tenant that has more than its quota, as far as they can go; return how many."""
+        tenants, num_evicted = self.tenants, self.num_evicted
+        for tenant in range(1, 0 if tenants is None else len(tenants.names)):
+            if (room := self._room(tenant)) < 0:
+                self._take_own(0, room, tenant)
+        return self.num_evicted - num_evicted
+
+    def _evict(self, wanted: int, victims: Iterator[int]) -> list[int]:
         ref_count, evict = self.columns.ref_count, self.index.evict
         evicted, hashes = list[int](), list[bytes]()
-        for slot in self.eviction.victims():
+        for slot in victims:
             # Evicted at once, because a slot may come up twice and must be taken only once.
             if not ref_count[slot] and (own := evict(slot)):
                 hashes.append(own)
@@ -163,12 +244,15 @@ class SlotTable:
             self.index.events.add(False, hashes, roots=self.index.roots.of(slots))
             self.num_evicted += len(hashes)
             self.eviction.evicted(SlotList.of(slots), hashes)
+            if self.tenants is not None:
+                self.tenants.evicted(slots)
 
     def evict(self, wanted: int) -> int:
         """Evict up to `wanted` blocks, and leave their slots free; sweeps before. Return how many were evicted."""
         most = min(self.num_slots, self.columns.num_free + wanted)
         self._sweep_for(most)
-        evicted = self._evict(num_short) if (num_short := most - self.columns.num_free) > 0 else []
+        num_short = most - self.columns.num_free
+        evicted = self._evict(num_short, self.eviction.victims()) if num_short > 0 else []
         self._free(evicted)
         return len(evicted)
 
@@ -259,37 +343,6 @@ class SlotTable:
             self.eviction.freed(listed)
             self.columns.clear(slots, listed)
         return len(slots)
-
-    def by_touch(self, most: int) -> list[tuple[bytes, list[int]]]:
-        """Return `most` blocks by their last touch, the last first, and those of one chain from its root on."""
-        index, stamp = self.index, self.eviction.stamp
-        slots = np.array([slot for space in index.spaces.values() for slot in space.ready.values()], np.int64)
-        if most < len(slots):
-            stamps = np.frombuffer(stamp, np.int64)[slots]
-            slots = slots[np.argpartition(stamps, len(slots) - most)[len(slots) - most :]]
-        keys = [(-stamp[slot], index.space[slot].namespace, index.depth[slot], slot) for slot in slots.tolist()]
-        groups = groupby(sorted(keys), key=lambda key: key[:2])
-        return [(namespace, [slot for *_, slot in group]) for (_, namespace), group in groups]
-
-    def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
-        """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
-        index = self.index
-        ready = (slot for space in index.spaces.values() for slot in space.ready.values())
-        leaves = [slot for slot in ready if not index.num_children[slot]]
-        leaves.sort(key=self.eviction.stamp.__getitem__, reverse=True)
-        chains, seen = list[BlockHashes](), set[int]()
-        for leaf in leaves:
-            space, path = index.space[leaf], list[int]()
-            at: int | None = leaf
-            while at is not None and len(path) < max_blocks:
-                path.append(at)
-                at = space.ready.get(index.parent[at])  # None above a root: no block is named as its namespace.
-            is_whole = bool(path) and index.parent[path[-1]] == space.namespace
-            if is_whole and len(seen) + sum(at not in seen for at in path) <= max_blocks:
-                seen.update(path)
-                data = b"".join(index.block_hash[at] for at in reversed(path))
-                chains.append(BlockHashes(space.namespace, space.namespace, 0, data))
-        return chains
 
 
 def _nothing() -> None:

@@ -39,6 +39,7 @@ class WriteTerms:
     deadline_s: float = float("inf")
     parts_deadline_s: float = float("inf")
     retention: Retention = NORMAL
+    tenant: int = 0
 
 
 @dataclass(slots=True)
@@ -163,14 +164,10 @@ class WriteTable(OwnedTable[_Write]):
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
         table = self._table
         self._check_room()
-        self._sweep_writing(num_blocks - table.columns.num_free)
+        self._sweep_writing(table.num_short(num_blocks, terms.tenant))
         # Counted before any eviction, so that no block is evicted for a claim that fails.
-        if (num_there := table.num_obtainable(num_blocks, may_evict=may_evict)) < num_blocks:
-            raise PoolExhausted(
-                f"wanted {num_blocks} slots, got {num_there}: the others are pinned or being written; release "
-                "leases or add capacity"
-            )
-        run = table.claim_anonymous(num_blocks)
+        table.check_obtainable(num_blocks, may_evict=may_evict, tenant=terms.tenant)
+        run = table.claim_anonymous(num_blocks, terms.tenant)
         write_id, generations = self.new_id(), table.columns.lives(run.whole)
         self.add(write_id, _Write(terms, [], run.slots, generations, NO_SLOTS, 0, [], NOTHING))
         return StoreTicket(
@@ -203,8 +200,8 @@ class WriteTable(OwnedTable[_Write]):
         if not is_new:
             missing = [i for i, slot in enumerate(found) if slot is None]
             hashes, parents, depths = [hashes[i] for i in missing], [parents[i] for i in missing], depths[missing]
-        self._sweep_writing(len(hashes) - self._table.columns.num_free)
-        run = self._table.claim(hashes, parents, chain.namespace, depths, terms.retention, chain.root_key)
+        self._sweep_writing(self._table.num_short(len(hashes), terms.tenant))
+        run = self._table.claim(hashes, parents, chain.namespace, depths, terms.retention, chain.root_key, terms.tenant)
         count = len(run.slots)
         if count and terms.num_parts > 1:
             self._parts.begin(run, terms.num_parts, terms.parts_deadline_s)

@@ -142,6 +142,8 @@ class Fetcher:
                 return "cleared"
             if not load.is_open():
                 return "abandoned: the client closed its connection"
+            if why := load.why_unpinned():
+                return why  # Whoever is asked, what comes cannot be leased.
             rest = load.chain.tail(load.num_ready)
             # Noted before a peer is asked: of several loads that miss one block, one asks and the others wait.
             peers_first = self._are_peers_faster(load, rest)
@@ -213,7 +215,7 @@ class Fetcher:
         try:
             began_s = clock.now_s()
             most = max(1, _MOST_DISK_BYTES // load.block_bytes)
-            read = disk.read(rest.head(most), ready, claimed, load.block_bytes)
+            read = disk.read(rest.head(most), ready, claimed, load.block_bytes, tenant=load.tenant)
             if read is None:
                 return load.pin_more() > 0
             has_ended = read.wait(load.deadline_s)
@@ -282,6 +284,7 @@ class Fetcher:
             ttl_s=ttl_s,
             within_s=call_s(config, load.deadline_s),
             is_low=load.retention is OF_LOW_READER,
+            tenant=load.tenant,
         )
         with PeerRead(self._context, load, peer, chain, until_s) as read:
             if is_quarantine_full(load.pool, config.max_quarantined_fraction):

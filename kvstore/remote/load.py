@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.limits import SHARED
 from kvstore.rpc.messages import LoadReport, Progress
 from kvstore.runtime import clock
 
@@ -31,6 +32,7 @@ class Load:
         send: sends a piece of the answer to the client; the piece with the report is the last. Any thread.
         is_open: returns whether the client's connection is open; if not, nothing more is pinned for it.
         retention: of the load, as for `Pool.pin_prefix`.
+        tenant: for which blocks are brought; they are its own, and its lease is made for it.
         num_ready: number of blocks that are leased already.
     """
 
@@ -46,11 +48,14 @@ class Load:
     send: Callable[[Progress], object]
     is_open: Callable[[], bool] = lambda: True
     retention: Retention = NORMAL
+    tenant: str = SHARED
     num_ready: int = 0
     #: Whether other nodes may be asked; if not, only the disk of this node is.
     may_ask_peers: bool = True
     #: Whether it has waited for saves of this node, which it does once.
     has_awaited_saves: bool = False
+    #: Blocks that are here and found no room in the budget of pins, or in the tenant's quota of them.
+    num_unpinned: int = 0
     #: Where in the chain the disk was asked last.
     disk_tried_at: int = -1
     is_ended: bool = False
@@ -82,11 +87,19 @@ class Load:
             # Check after the pin: a clearing is noted before new blocks can be stored. The lease's end drops the pins.
             if not self.is_current():
                 return 0
+            self.num_unpinned = grant.num_refused
             if grant.packed_slots:
                 first = self.num_ready
                 self.num_ready += grant.num_blocks
                 self._tell(first, grant.packed_slots, is_last=self.num_ready == len(self.chain))
             return grant.num_blocks
+
+    def why_unpinned(self) -> str:
+        """Return why blocks that are here cannot be leased now; "" if none is left out."""
+        if not self.num_unpinned:
+            return ""
+        quota = f", or the quota of tenant {self.tenant!r}," if self.tenant else ""
+        return f"pool_full: the budget of pins{quota} has no room for {self.num_unpinned} more blocks"
 
     def end(self, reason: str) -> None:
         """Send the client its last message with the reason, unless it has got it already."""

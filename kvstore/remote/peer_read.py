@@ -153,7 +153,7 @@ class PeerRead(contextlib.AbstractContextManager["PeerRead"]):
     def _claim(self, first: int, end: int) -> _Segment | None:
         """Claim slots for blocks [first, end) of the chain. Return None if there is none to read."""
         piece = self._chain.tail(first).head(end - first)
-        ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
+        ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False, tenant=self._load.tenant)
         self._is_full = ticket.num_refused > 0
         if not ticket.packed_indexes:
             return None

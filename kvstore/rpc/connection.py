@@ -84,6 +84,8 @@ class Connection:
     gave: tuple[int, Callable[[], object]] | None = None
     #: Its first owner: stays the same when the connection joins another one.
     name: str = ""
+    #: Of a client, as its HELLO says, once the store knows that it has this tenant.
+    tenant: str = ""
 
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
         """Send a message from any thread, without waiting; False when the client is gone or does not read.

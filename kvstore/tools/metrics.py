@@ -134,6 +134,20 @@ def _queues(stats: Stats) -> Values:
     return {(queue,): float(count) for queue, count in queues.items()}
 
 
+def _of_tenants(**fields: str) -> Callable[[Stats], Values]:
+    """Return a reader of counts of each tenant, each under the name of its keyword."""
+
+    def read(stats: Stats) -> Values:
+        tenants = stats.get("tenants", {}).items()
+        return {(tenant, name): float(found[field]) for tenant, found in tenants for name, field in fields.items()}
+
+    return read
+
+
+def _tenant_handoffs(stats: Stats) -> Values:
+    return {(tenant,): float(found["num_handoffs"]) for tenant, found in stats.get("tenants", {}).items()}
+
+
 def _mover_runs(stats: Stats) -> Values:
     return {(): float(stats["mover_pid"] > 0)}
 
@@ -177,6 +191,28 @@ METRICS = (
             failure="num_failures",
         ),
     ),
+    _counter(
+        "tenant_evicted_blocks",
+        "Blocks of a tenant evicted from memory, and those of them for its own new blocks at its quota.",
+        ("tenant", "reason"),
+        _of_tenants(all="num_evicted", quota="num_evicted_by_quota"),
+    ),
+    _counter(
+        "tenant_refused",
+        "Blocks, or hand-offs, that a quota refused.",
+        ("tenant", "quota"),
+        _of_tenants(
+            bytes="num_refused_bytes", pins="num_refused_pins", handoffs="num_refused_handoffs",
+            disk="num_refused_disk",
+        ),
+    ),
+    _gauge(
+        "tenant_bytes",
+        "Bytes of slots that are a tenant's, and of those that it pins.",
+        ("tenant", "kind"),
+        _of_tenants(memory="num_bytes", pinned="num_pinned_bytes", disk="num_disk_bytes"),
+    ),
+    _gauge("tenant_handoffs", "Tickets of a tenant that hold blocks.", ("tenant",), _tenant_handoffs),
     _gauge("slots", "Slots by their state.", ("tier", "state"), _slots),
     _gauge("slot_bytes", "Bytes of all slots.", ("tier",), _slot_bytes),
     _gauge("pinned_bytes", "Bytes of slots that leases and hard pins hold.", (), _pinned_bytes),

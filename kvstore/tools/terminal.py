@@ -89,6 +89,8 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         counts = [f"{what} {pool[f'num_{what}']:,}" for what in ("leases", "writes", "published", "evicted")]
         counts.insert(2, f"hand-offs {node['num_handoffs']:,}")
         yield "pool", "   ".join(counts)
+    for name, tenant in node.get("tenants", {}).items():
+        yield "tenant", _tenant_line(name, tenant)
     if node.get("reclaim") is not None:
         yield "watermark", _loop_line(node["reclaim"])
     if node.get("disk") is not None:
@@ -99,6 +101,15 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{human_bytes(nixl['num_bytes'])} in {nixl['num_reads']:,} READs, "
             f"{nixl['num_descriptors']:,} descriptors; {node['num_abandoned_reads']:,} abandoned",
         )
+
+
+def _tenant_line(name: str, tenant: dict[str, int]) -> str:
+    """Return the line of one tenant: what it has, and what its quotas refused."""
+    line = f"{name}: {human_bytes(tenant['num_bytes'])}, pinned {human_bytes(tenant['num_pinned_bytes'])}, "
+    line += f"hand-offs {tenant['num_handoffs']:,}, evicted {tenant['num_evicted']:,}"
+    refused = {what: tenant[f"num_refused_{what}"] for what in ("bytes", "pins", "handoffs", "disk")}
+    said = ", ".join(f"{what} {count:,}" for what, count in refused.items() if count)
+    return f"{line}   [yellow]refused: {said}[/]" if said else line
 
 
 def _loop_line(loop: dict[str, Any]) -> str:

@@ -22,11 +22,13 @@ POISON = 0x5A5A
 class Engine:
     """What an inference engine is to the store: per-layer caches [2, blocks, tokens, heads, dim] and a client."""
 
-    def __init__(self, store: Any, space: Any, num_blocks: int = 256, node_id: str | None = None) -> None:
+    def __init__(
+        self, store: Any, space: Any, num_blocks: int = 256, node_id: str | None = None, tenant: str = ""
+    ) -> None:
         import torch
 
         self.space, shape = space, space.shape
-        self.client = store.client(space, node_id=node_id)
+        self.client = store.client(space, tenant=tenant, node_id=node_id)
         self.layers = [
             torch.zeros(
                 2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim,
@@ -182,8 +184,8 @@ def open_engine() -> Iterator[Callable[..., Engine]]:
     """Opens engines in this process, each on the store of a node of one's choice."""
     opened: list[Engine] = []
 
-    def make(store: Any, space: Any, node_id: str, num_blocks: int = 256) -> Engine:
-        opened.append(Engine(store, space, num_blocks, node_id))
+    def make(store: Any, space: Any, node_id: str, num_blocks: int = 256, tenant: str = "") -> Engine:
+        opened.append(Engine(store, space, num_blocks, node_id, tenant))
         return opened[-1]
 
     yield make

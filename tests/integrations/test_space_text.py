@@ -38,3 +38,9 @@ def test_a_namespace_whose_hashes_would_be_others_is_refused():
         space_from_text(json.dumps({**said, "model": "another"}))
     with pytest.raises(InvalidRequest, match="wanted the text"):
         space_from_text(json.dumps({**said, "shape": {**said["shape"], "num_layers": 0}}))
+
+
+def test_the_namespace_of_a_private_tenant_comes_back_as_its_own():
+    private = Namespace(model="m", shape=SHAPE, tenant="team-a")
+    assert space_from_text(space_to_text(private)) == private
+    assert private.digest != Namespace(model="m", shape=SHAPE).digest

@@ -161,13 +161,15 @@ class Cluster:
         mover.die()
         wait_until(lambda: self.nodes[node_id].state.mover.pid == 0)
 
-    def client(self, node_id: str, space: Namespace | None = None) -> Client:
-        client = Client(self.nodes[node_id].control_path, space or self.space)
+    def client(self, node_id: str, space: Namespace | None = None, tenant: str = "") -> Client:
+        client = Client(self.nodes[node_id].control_path, space or self.space, tenant=tenant)
         self.clients.append(client)
         return client
 
-    def worker(self, node_id: str, num_blocks: int = 80, seed: int = 0, space: Namespace | None = None) -> Worker:
-        return Worker(self.client(node_id, space), num_blocks, seed)
+    def worker(
+        self, node_id: str, num_blocks: int = 80, seed: int = 0, space: Namespace | None = None, tenant: str = ""
+    ) -> Worker:
+        return Worker(self.client(node_id, space, tenant), num_blocks, seed)
 
     def hashes(self, num_blocks: int, seed: int = 0):
         tokens = np.random.default_rng(seed).integers(0, 1000, num_blocks * SHAPE.block_size)

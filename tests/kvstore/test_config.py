@@ -1,5 +1,6 @@
 import os
 import stat
+from dataclasses import asdict
 
 import pytest
 
@@ -7,6 +8,7 @@ from kvstore import config
 from kvstore.bounds import parse_bytes
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError
+from kvstore.quotas import TenantQuota
 
 DISK = {"disk_path": "/disk", "disk_capacity_bytes": 1 << 20}
 
@@ -225,7 +227,10 @@ OTHERS = {
     "events_endpoint": "tcp://*:5559",
     "events_replay_endpoint": "tcp://*:5560",
     "num_directory_shards": 4,
+    "tenants": (asdict(TenantQuota("a", max_bytes=1 << 20)),),
+    "private_tenants": True,
 }
+TENANTS = {"tenants": {"a": {}}}
 WATERMARKS = {"low_watermark": 0.2, "high_watermark": 0.3}
 EVENTS = {"events_endpoint": "tcp://*:5557"}
 
@@ -233,6 +238,7 @@ EVENTS = {"events_endpoint": "tcp://*:5557"}
 @pytest.mark.parametrize("field", StoreConfig.__dataclass_fields__)
 def test_every_setting_is_compared(field):
     rest = (DISK if field.startswith("disk") else {}) | WATERMARKS | EVENTS
+    rest |= TENANTS if field == "private_tenants" else {}
     one, other = StoreConfig(**rest), StoreConfig(**{**rest, field: OTHERS[field]})
     assert one.fingerprint != other.fingerprint
     assert one.differences(other) == f"{field}: wanted {getattr(one, field)!r}, runs with {OTHERS[field]!r}"

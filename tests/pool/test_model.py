@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -26,6 +27,8 @@ from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.eviction.reuse import EDGES_S
 from kvstore.pool.pool import Pool
 from kvstore.pool.slot_lists import SlotList
+from kvstore.pool.tenants.limits import TenantLimits
+from kvstore.pool.tenants.table import TenantTable
 from poolcheck.chains import NAMESPACES, chain_of
 from poolcheck.model import NEVER_S, SAVE_GAP_S, Block, Held, Model, Watch, Write
 
@@ -49,13 +52,16 @@ class PoolMachine(RuleBasedStateMachine):
     priority_times = st.sampled_from((NEVER_S, 2.0, 4.0))
 
     num_slots = NUM_SLOTS
+    #: Slots and pins of each tenant, and the tenants of owners; the others are shared.
+    quotas: ClassVar[dict[str, tuple[int, int]]] = {}
+    tenant_of: ClassVar[dict[str, str]] = {}
 
     def __init__(self):
         super().__init__()
-        self.model = Model(self.num_slots, MAX_PINNED, MAX_HARD_PINNED)
+        self.model = Model(self.num_slots, MAX_PINNED, MAX_HARD_PINNED, quotas=self.quotas)
         self.pool = Pool(
             self.num_slots, MAX_PINNED, max_hard_pinned=MAX_HARD_PINNED, eviction=self.policy(),
-            now_s=lambda: self.model.now_s,
+            now_s=lambda: self.model.now_s, tenants=self.tenants(),
         )  # fmt: skip
         self.waiting: dict[int, tuple[Watch, list[int]]] = {}
         self.told: list[list[int]] = []
@@ -63,6 +69,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     def policy(self):
         return None
+
+    def tenants(self):
+        return None
+
+    def whose(self, owner):
+        return self.tenant_of.get(owner, "")
 
     @property
     def now_s(self):
@@ -81,11 +93,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=leases, chain=chains, owner=owners, ttl_s=st.integers(1, 5))
     def pin(self, chain, owner, ttl_s):
-        wanted = self.model.pinnable(chain)
-        grant = self.pool.pin_prefix(chain, owner, self.now_s + ttl_s)
+        tenant = self.whose(owner)
+        wanted = self.model.pinnable(chain, tenant=tenant)
+        grant = self.pool.pin_prefix(chain, owner, self.now_s + ttl_s, tenant=tenant)
         assert list(grant.slots) == wanted
         assert grant.num_refused == len(self.model.prefix(chain)) - len(wanted)
-        self.model.hold(grant.lease_id, Held(owner, self.now_s + ttl_s, []), wanted)
+        self.model.hold(grant.lease_id, Held(owner, self.now_s + ttl_s, [], tenant=tenant), wanted)
         return grant.lease_id
 
     @rule(
@@ -96,17 +109,18 @@ class PoolMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from((2.0, NEVER_S)),
     )
     def keep(self, chain, owner, kind, ttl_s):
-        wanted = self.model.pinnable(chain, kind)
+        tenant = self.whose(owner)
+        wanted = self.model.pinnable(chain, kind, tenant)
         num_refused = len(self.model.prefix(chain)) - len(wanted)
         if num_refused and not wanted:
             with pytest.raises(PoolExhausted):
-                self.pool.pin(chain, owner, kind, self.now_s + ttl_s)
+                self.pool.pin(chain, owner, kind, self.now_s + ttl_s, tenant=tenant)
             return multiple()
-        grant = self.pool.pin(chain, owner, kind, self.now_s + ttl_s)
+        grant = self.pool.pin(chain, owner, kind, self.now_s + ttl_s, tenant=tenant)
         assert (list(grant.slots), grant.num_refused, bool(grant.lease_id)) == (wanted, num_refused, bool(wanted))
         if not wanted:
             return multiple()
-        self.model.hold(grant.lease_id, Held(owner, self.now_s + ttl_s, [], kind), wanted)
+        self.model.hold(grant.lease_id, Held(owner, self.now_s + ttl_s, [], kind, tenant), wanted)
         return grant.lease_id
 
     @rule(lease_id=leases, chain=chains, owner=owners, ttl_s=st.integers(1, 5))
@@ -116,7 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(LeaseReleased):
                 self.pool.pin_prefix(chain, owner, self.now_s + ttl_s, lease_id)
             return
-        wanted = self.model.pinnable(chain, held.kind)
+        wanted = self.model.pinnable(chain, held.kind, held.tenant)
         grant = self.pool.pin_prefix(chain, owner, self.now_s + ttl_s, lease_id)
         assert (grant.lease_id, list(grant.slots)) == (lease_id, wanted)
         self.model.hold(lease_id, held, wanted, SAVE_GAP_S)
@@ -159,7 +173,7 @@ class PoolMachine(RuleBasedStateMachine):
         model, hashes, (num_parts, part) = self.model, chain.hashes(), parts
         retention = Retention(priority, self.now_s + priority_s)
         terms = {
-            "retention": retention,
+            "retention": retention, "tenant": self.whose(owner),
             "num_parts": num_parts, "part": part, "deadline_s": self.now_s + ttl_s,
             "parts_deadline_s": self.now_s + 4.0 if num_parts > 1 else NEVER_S,
         }  # fmt: skip
@@ -173,7 +187,14 @@ class PoolMachine(RuleBasedStateMachine):
         model.pin(kept)
         missing = [i for i, slot in enumerate(found) if slot < 0]
         free = model.free_slots()
-        count = min(len(missing), len(free) + model.num_evictable(len(missing) - len(free)))
+        tenant = terms["tenant"]
+        num_over = model.num_over(tenant, len(missing))
+        num_own = model.num_evictable(num_over, tenant)
+        most = max(0, len(missing) - num_over + num_own)
+        # What goes of the tenant's own is among what could go.
+        num_short = most - num_own - len(free)
+        num_others = model.num_evictable(num_own + num_short) - num_own if num_short > 0 else 0
+        count = min(most, num_own + len(free) + num_others)
         refused_at = missing[count] if count < len(missing) else len(hashes)
         joined = [i for i in range(refused_at) if found[i] >= 0 and model.can_join(found[i], num_parts, part)]
         indexes = sorted([*missing[:count], *joined])
@@ -186,13 +207,17 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(slot_of[i] == found[i] for i in joined), "ranks of one block write to one slot"
         taken = {slot_of[i] for i in missing[:count]}
         assert len(taken) == count
-        assert model.may_evict(taken - free), "what was evicted is not what had to go first"
-        assert taken >= free or len(taken - free) == 0, "a block was evicted while a slot was free"
+        assert model.may_evict(taken - free, num_own, tenant), "what was evicted is not what had to go first"
+        num_gone = num_own + max(0, count - num_own - len(free))
+        assert len(taken - free) == num_gone, "a block was evicted while a slot was free"
         for slot in taken - free:
             model.evict(slot)
         for i in missing[:count]:
             above = hashes[i - 1] if i else chain.parent
-            block = Block(hashes[i], chain.namespace, above, num_parts, terms["parts_deadline_s"], retention=retention)
+            block = Block(
+                hashes[i], chain.namespace, above, num_parts, terms["parts_deadline_s"],
+                retention=retention, tenant=tenant,
+            )  # fmt: skip
             model.claim(slot_of[i], block)
             found[i] = slot_of[i]
         for i in indexes:
@@ -299,6 +324,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert (stats.num_leases, stats.num_writes) == (len(model.leases), len(model.writes))
         num_soft_pinned = sum(block.soft > 0 for block in model.blocks.values())
         assert (stats.num_hard_pinned, stats.num_soft_pinned) == (len(model.hard_pinned()), num_soft_pinned)
+        for tenant, counts in self.pool.tenants().items():
+            assert (counts.num_slots, counts.num_pinned) == (model.held_by(tenant), len(model.pinned_by(tenant)))
+            assert counts.num_slots <= model.quotas[tenant][0], "more than its quota"
         now = Counter(model.priority(block) for block in model.blocks.values() if block.findable)
         assert stats.num_low >= now[Priority.LOW]
         assert stats.num_high >= now[Priority.HIGH]
@@ -376,6 +404,24 @@ class PriorityMachine(PoolMachine):
         self.model.now_s += seconds
 
 
+class TenantMachine(PoolMachine):
+    """One owner is a tenant with quotas, the other one is shared; fewer kinds of calls, so that the quotas are met."""
+
+    num_slots = 5
+    quotas: ClassVar[dict[str, tuple[int, int]]] = {"a": (3, 1)}
+    tenant_of: ClassVar[dict[str, str]] = {"p": "a"}
+    lookup = renew = watch = end_watch = release_owner = None  # type: ignore[assignment]
+
+    def tenants(self):
+        limits = {name: TenantLimits(max_slots=slots, max_pinned=pins) for name, (slots, pins) in self.quotas.items()}
+        return TenantTable(self.num_slots, limits)
+
+    @rule(tokens=st.text("abxyz", min_size=1, max_size=4), owner=PoolMachine.owners)
+    def scan(self, tokens, owner):
+        """Let several blocks go at once, for one of the two."""
+        self.store(chain_of(tokens), owner)
+
+
 #: By uses and age, with estimates that cross: each class is the likeliest at some age, and none rises.
 HAZARDS = [[9.0, 0.5, 0.4, 0.1], [8.0, 8.0, 0.2, 0.1], [2.0, 2.0, 2.0, 0.3], [1.0, 1.0, 1.0, 1.0]]
 STEPS_S = (2.0, 4.0, 64.0)
@@ -443,7 +489,7 @@ class LearnedSharingMachine(SharingMachine):
 
 
 TestPoolMachine, TestSharingMachine = PoolMachine.TestCase, SharingMachine.TestCase
-TestPriorityMachine = PriorityMachine.TestCase
+TestPriorityMachine, TestTenantMachine = PriorityMachine.TestCase, TenantMachine.TestCase
 TestUnlearnedMachine, TestLearnedMachine = UnlearnedMachine.TestCase, LearnedMachine.TestCase
 TestLearnedSharingMachine = LearnedSharingMachine.TestCase
 TestPoolMachine.settings = TestSharingMachine.settings = TestUnlearnedMachine.settings = settings(
@@ -457,4 +503,4 @@ TestPoolMachine.settings = TestSharingMachine.settings = TestUnlearnedMachine.se
     phases=[Phase.generate] if os.environ.get("POOLCHECK_MUTANT") else tuple(Phase),
 )
 TestLearnedMachine.settings = TestLearnedSharingMachine.settings = TestPoolMachine.settings
-TestPriorityMachine.settings = TestPoolMachine.settings
+TestPriorityMachine.settings = TestTenantMachine.settings = TestPoolMachine.settings

@@ -141,3 +141,10 @@ def test_how_media_are_processed_counts(digest):
 def test_weights_that_are_made_up_are_none_of_the_model(digest):
     assert digest(load="safetensors") == digest()
     assert digest(load="dummy") != digest()
+
+
+def test_engines_with_other_salts_share_nothing(digest):
+    digests = [digest(options={"salt": salt}) for salt in ("", "a", "b")]
+    assert len(set(digests)) == 3
+    assert digest(options={"salt": "a"}) == digests[1]
+    assert digest(options={"tenant": "a"}) == digests[0], "only a store with private tenants keeps them apart"

@@ -12,6 +12,7 @@ import torch
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.client.client import Client
+from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError
 from kvstore.integrations.transformers.staging import Staging
 
@@ -23,7 +24,11 @@ T = TypeVar("T")
 class StoreLike(Protocol):
     """The part of a store that is used here: `kvstore.start` and `kvstore.connect` return one."""
 
-    def client(self, space: Namespace) -> Client:
+    @property
+    def config(self) -> StoreConfig:
+        """The settings of the store; asked only for a tenant."""
+
+    def client(self, space: Namespace, *, tenant: str = "") -> Client:
         """Open a client on this process's node."""
 
 
@@ -36,16 +41,23 @@ class StoreLink:
         num_blocks: blocks in each half of the buffer.
         device: of the buffer.
         retry_s: how long the store is left alone after a failure, and how long a thread waits for others.
+        tenant: of the clients.
 
     Raises:
         KVStoreError: the first client cannot be opened.
     """
 
     def __init__(
-        self, store: StoreLike, space: Namespace, num_blocks: int, device: torch.device, retry_s: float
+        self,
+        store: StoreLike,
+        space: Namespace,
+        num_blocks: int,
+        device: torch.device,
+        retry_s: float,
+        tenant: str = "",
     ) -> None:
         self._store, self.space, self._num_blocks, self._device = store, space, num_blocks, device
-        self._retry_s, self._retry_at_s = retry_s, 0.0
+        self._retry_s, self._retry_at_s, self._tenant = retry_s, 0.0, tenant
         self._lock, self._count_lock = threading.RLock(), threading.Lock()
         #: The thread that uses the buffer.
         self._user: int | None = None
@@ -118,7 +130,7 @@ class StoreLink:
         return otherwise
 
     def _open(self) -> Staging:
-        client = self._store.client(self.space)
+        client = self._store.client(self.space, tenant=self._tenant)
         try:
             return Staging(client, self._num_blocks, self._device)
         except BaseException:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
-from kvstore.blocks.hashing import BlockHashes
+from kvstore.blocks.hashing import BlockHashes, space_of_tenant
 from kvstore.bounds import check_count, check_seconds, parse_bytes
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
 from kvstore.integrations.transformers.cache.columns import Planes, keep_windows_only, new_cache, planes_of
@@ -59,6 +59,7 @@ class PrefixCachedModel:
         model_id: a name of exactly these weights, in every process that shares; spares reading the weights. None takes
             the digest of all weights (`identity.namespace_of` says why of all).
         salt: separates tenants that must not see what others have asked.
+        tenant: whose quotas in the store count for this model; "" is the shared tenant, which has none.
         save_generated: also save the blocks of the answer, for the next turn of a conversation. Their KV was computed
             token by token and differs in rounding from that of a prefill.
         staging_bytes: of the buffer between the cache and the store, on the device of the KV, such as "64MiB" or a
@@ -82,6 +83,7 @@ class PrefixCachedModel:
         block_size: int = 16,
         model_id: str | None = None,
         salt: bytes = b"",
+        tenant: str = "",
         save_generated: bool = False,
         staging_bytes: str | int = 64 << 20,
         load_timeout_s: float | None = None,
@@ -115,11 +117,12 @@ class PrefixCachedModel:
             )
         self._can_pad = can_pad(model, self._device)
         self.model = model
-        self.space = namespace_of(model, shape, model_id, salt)
+        is_private = bool(tenant) and store.config.private_tenants
+        self.space = space_of_tenant(namespace_of(model, shape, model_id, salt), tenant, is_private=is_private)
         self._marks = Marks(model)
         self._save_generated, self._load_timeout_s = save_generated, load_timeout_s
         self._stats, self._stats_lock = PrefixCacheStats(), threading.Lock()
-        self.link = StoreLink(store, self.space, num_staged, self._device, retry_s)
+        self.link = StoreLink(store, self.space, num_staged, self._device, retry_s, tenant)
 
     @property
     def stats(self) -> PrefixCacheStats:

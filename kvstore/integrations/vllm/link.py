@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvstore.api import connect
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import Namespace, space_of_tenant
 from kvstore.blocks.part import Part
 from kvstore.client.client import Client
-from kvstore.errors import KVStoreError, StoreDraining, StoreNotRunning, StoreUnavailable
+from kvstore.errors import ConfigError, KVStoreError, StoreDraining, StoreNotRunning, StoreUnavailable
 from kvstore.integrations.vllm.options import Options
 from kvstore.runtime.guard import Guard
 
@@ -42,12 +42,17 @@ class StoreLink:
         part: Part | None = None,
         on_open: Sequence[Callable[[Client], None]] = (),
     ) -> None:
-        self._options, self._space, self._part, self._on_open = options, space, part, on_open
+        self._options, self._part, self._on_open = options, part, on_open
+        #: Of the blocks: the given one, or the tenant's own where tenants are private.
+        self.space = space
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         try:
             self._store = connect(options.store, address=options.address)
+            if options.tenant:
+                is_private = self._store.config.private_tenants
+                self.space = space_of_tenant(space, options.tenant, is_private=is_private)
             self._client: Client | None = self._open()
         except StoreNotRunning as error:
             raise StoreNotRunning(
@@ -77,7 +82,7 @@ class StoreLink:
     def clear(self) -> bool:
         """Make all blocks of the namespace a miss on every node; returns whether all nodes were asked."""
         try:
-            num_blocks = self._store.clear(self._space)
+            num_blocks = self._store.clear(self.space)
         except KVStoreError:
             logger.exception("the store could not be cleared")
             return False
@@ -95,8 +100,10 @@ class StoreLink:
             client.close(_CLOSE_S)
 
     def _open(self) -> Client:
-        client = self._store.client(self._space, self._part, node_id=self._options.node_id)
+        client = self._store.client(self.space, self._part, tenant=self._options.tenant, node_id=self._options.node_id)
         try:
+            if client.space != self.space:
+                raise ConfigError("the store was started again with private tenants; start this engine again, too")
             for step in self._on_open:
                 step(client)
         except BaseException:

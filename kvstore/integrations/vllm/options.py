@@ -33,6 +33,7 @@ class Options:
         node_id: another node whose store shares this machine, in a cluster simulated on one host.
         model: name of the weights, for engines that know them under different paths or names; None takes vLLM's.
         salt: engines with different salts share nothing.
+        tenant: whose quotas in the store count for this engine; "" is the shared tenant, which has none.
         block_size: tokens of a stored block, a multiple or a divisor of the engine's block size; 0 takes that size.
         portable: on a CPU, store rows of tokens and not blocks in the attention kernel's order. Engines with other
             block sizes can then share, at the price of a second cache and slower copies. GPUs always store rows.
@@ -56,6 +57,7 @@ class Options:
     node_id: str | None = None
     model: str | None = None
     salt: str = ""
+    tenant: str = ""
     block_size: int = 0
     portable: bool = False
     num_layer_groups: int = 0
@@ -69,7 +71,7 @@ class Options:
     prefill_tokens_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("store", "salt"):
+        for name in ("store", "salt", "tenant"):
             _require(isinstance(getattr(self, name), str), name, "text", getattr(self, name))
         for name in ("address", "node_id", "model", "axes"):
             _require(isinstance(getattr(self, name), str | None), name, "text", getattr(self, name))

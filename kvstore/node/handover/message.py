@@ -20,7 +20,7 @@ from kvstore.errors import ProtocolError
 from kvstore.pool.handover.image import BlockColumns, OldReaders, OldWriters, PoolImage
 
 #: Raise it when a field changes, or the order of bytes in a block, or the hash of a block.
-FORMAT = 1
+FORMAT = 2
 _MAGIC = b"raykv-handover"
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sH32s")
 _SECONDS, _LONG = np.dtype("<f8"), np.dtype("<i8")
@@ -63,7 +63,7 @@ class Message(Record, frozen=True):
         versions: of the namespaces that this life knew were cleared.
         directory: the life of the directory that it met last, from `Hints.met`.
         clears: the counters of kvstore.memory.clears.
-        generations, namespaces: as in `PoolImage`.
+        generations, tenants, owners, namespaces: as in `PoolImage`.
         blocks: the columns of `BlockColumns`, packed, in the order of its fields.
         writers, readers: as in `PoolImage`.
         samples: of some blocks.
@@ -79,6 +79,8 @@ class Message(Record, frozen=True):
     directory: bytes
     clears: bytes
     generations: bytes
+    tenants: tuple[str, ...]
+    owners: bytes
     namespaces: tuple[Digest, ...]
     blocks: tuple[bytes, ...]
     writers: tuple[Held, ...]
@@ -137,6 +139,8 @@ def image_of(message: Message) -> PoolImage:
     slot, space, hashes, parents, depth, touch, priority, until_s, uses, used_s, touched_s, roots = message.blocks
     image = PoolImage(
         generations=_numbers(message.generations, np.dtype("<u4")),
+        tenants=message.tenants,
+        owners=_numbers(message.owners, np.dtype("u1")),
         namespaces=message.namespaces,
         blocks=BlockColumns(
             slot=ints_in(slot), space=ints_in(space), hashes=hashes, parents=parents, depth=_numbers(depth, _LONG),

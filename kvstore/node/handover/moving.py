@@ -48,8 +48,12 @@ def move(old: Arena, message: Message, image: PoolImage, config: StoreConfig) ->
     except BaseException:
         arena.close()
         raise
+    owners = np.zeros(num_slots, np.uint8)
+    owners[places] = image.owners[slots]
     moved = PoolImage(
         generations=np.zeros(num_slots, np.uint32),
+        tenants=image.tenants,
+        owners=owners,
         namespaces=image.namespaces,
         blocks=_picked(image.blocks, kept, places),
         writers=(),

@@ -41,6 +41,11 @@ _MAX_NUMBER = (1 << 32) - 1
 _EDGES: list[float] = EDGES_S.tolist()
 
 
+def ghosts_for(num_blocks: int) -> int:
+    """Return how many evicted blocks are remembered where so many are kept."""
+    return max(_GHOSTS_PER_SLOT * num_blocks, _FEWEST_GHOSTS) if num_blocks else 0
+
+
 class LearnedReuse:
     """The slots of a pool by how likely their blocks are used again; see `EvictionPolicy`.
 
@@ -61,7 +66,7 @@ class LearnedReuse:
     ) -> None:
         self._now_s, self._fewest_reuses = now_s, fewest_reuses
         if num_ghosts is None:
-            num_ghosts = max(_GHOSTS_PER_SLOT * num_slots, _FEWEST_GHOSTS) if num_slots else 0
+            num_ghosts = ghosts_for(num_slots)
         #: Last touch of each slot; a slot with 0 is not in the order.
         self.stamp = array("q", bytes(8 * num_slots))
         #: When that was, and the class of each slot then, which says in whose log it is.

@@ -29,6 +29,9 @@ class _Stretch:
 def adopt(table: SlotTable, leases: LeaseTable, writes: WriteTable, image: PoolImage) -> int:
     """Take over the blocks of an image, which `PoolImage.check` has passed; return how many.
 
+    A block stays its tenant's. Of a tenant that has more than its quota in this life, the blocks go that are next in
+    its order; those that old readers may still read stay, beyond the quota.
+
     Slots that old writers may still write to belong to the owners `OLD_WRITER` plus their number in the image, until
     `Pool.release_owner`. Blocks that old readers may still read have a lease until the end of theirs.
 
@@ -42,13 +45,16 @@ def adopt(table: SlotTable, leases: LeaseTable, writes: WriteTable, image: PoolI
         )
     columns = table.columns
     columns.continue_generations(image.generations)
-    columns.take({*image.blocks.slot.tolist(), *(slot for held in image.writers for slot in held.slots.tolist())})
+    taken = {*image.blocks.slot.tolist(), *(slot for held in image.writers for slot in held.slots.tolist())}
+    columns.take(taken)
+    if table.tenants is not None:
+        table.tenants.adopt(image.tenants, image.owners, sorted(taken))
     _adopt_blocks(table, image)
     for number, held in enumerate(image.writers):
         writes.adopt(held.slots.tolist(), f"{OLD_WRITER}{number}")
     for number, read in enumerate(image.readers):
         leases.adopt(read.slots.tolist(), f"{OLD_READER}{number}", read.until_s)
-    return len(image.blocks)
+    return len(image.blocks) - table.trim()
 
 
 def _adopt_blocks(table: SlotTable, image: PoolImage) -> None:

@@ -32,6 +32,8 @@ def export(table: SlotTable, leases: LeaseTable, writes: WriteTable) -> PoolImag
     is_ready = set(slots)
     return PoolImage(
         generations=np.array(table.columns.generation, np.uint32),
+        tenants=() if table.tenants is None else table.tenants.names[1:],
+        owners=np.zeros(table.num_slots, np.uint8) if table.tenants is None else table.tenants.owners.copy(),
         namespaces=namespaces,
         blocks=_blocks(table, slots, spaces),
         writers=_writers(table, writes, {slot: until_s for slot, until_s in readers.items() if slot not in is_ready}),

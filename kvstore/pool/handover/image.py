@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +79,8 @@ class PoolImage:
 
     Args:
         generations: of all slots of the pool.
+        tenants: names of the tenants that have slots, from number 1 on.
+        owners: of all slots of the pool, the number of the tenant that has it; 0 for a free or a shared one.
         namespaces: digests.
         blocks: the readable ones.
         writers: slots that are neither free nor readable yet; each slot is in one entry only.
@@ -85,6 +88,8 @@ class PoolImage:
     """
 
     generations: npt.NDArray[np.uint32]
+    tenants: tuple[str, ...]
+    owners: npt.NDArray[np.uint8]
     namespaces: tuple[bytes, ...]
     blocks: BlockColumns
     writers: tuple[OldWriters, ...]
@@ -110,6 +115,8 @@ class PoolImage:
         _want(len(blocks.hashes) == len(blocks.parents) == count * HASH_BYTES, "a hash and a parent for each block")
         _want(all(len(name) == DIGEST_BYTES for name in self.namespaces), "digests of namespaces")
         _want(len(set(self.namespaces)) == len(self.namespaces), "different namespaces")
+        _want(len(self.owners) == self.num_slots, "a tenant for each slot")
+        _want(_are_within(self.owners, len(self.tenants) + 1), "known tenants")
         held = [entry.slots for entry in self.writers]
         named = np.concatenate([blocks.slot, *held]) if held else blocks.slot
         _want(_are_within(named, self.num_slots) and len(np.unique(named)) == len(named), "each slot at most once")
@@ -143,7 +150,7 @@ def split(packed: bytes) -> list[bytes]:
     return [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
 
 
-def _are_within(values: IndexArray, end: int) -> bool:
+def _are_within(values: npt.NDArray[np.integer[Any]], end: int) -> bool:
     return not len(values) or (int(values.min()) >= 0 and int(values.max()) < end)
 
 

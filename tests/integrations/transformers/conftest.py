@@ -74,14 +74,15 @@ class LocalStore:
 
     def __init__(self, cluster, node_id):
         self.cluster, self.node_id, self.num_opened = cluster, node_id, 0
+        self.config = cluster.nodes[node_id].state.config
 
-    def client(self, space):
+    def client(self, space, *, tenant=""):
         from kvstore.errors import StoreNotRunning
 
         if self.node_id not in self.cluster.nodes:
             raise StoreNotRunning(f"node {self.node_id!r} has no store")
         self.num_opened += 1
-        return self.cluster.client(self.node_id, space)
+        return self.cluster.client(self.node_id, space, tenant)
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,16 @@ def stores(cluster_class):
     for node_id in "ab":
         cluster.add(node_id, capacity_bytes=4 << 20, block_bytes=1 << 15)
     yield {node_id: LocalStore(cluster, node_id) for node_id in "ab"}
+    cluster.stop()
+
+
+@pytest.fixture
+def private_store(cluster_class):
+    """One node of a store with private tenants."""
+    cluster = cluster_class()
+    tenants = {"a": {"max_bytes": 3 << 15}, "b": {}}
+    cluster.add("a", capacity_bytes=4 << 20, block_bytes=1 << 15, tenants=tenants, private_tenants=True)
+    yield LocalStore(cluster, "a")
     cluster.stop()
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace, space_of_tenant
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import ChainBroken, ConfigError, InvalidRequest, NamespaceMismatch
 
@@ -500,3 +500,24 @@ def test_blocks_that_continue_a_run_have_the_root_of_its_chain():
     assert space().block_hashes(range(256, 512), parent=first).root_key == first.root_key != 0
     wrapped = space().wrap([b"a", b"b"])
     assert space().wrap([b"c"], parent=wrapped).root_key == wrapped.root_key != 0
+
+
+def test_a_tenant_is_part_of_every_hash_and_none_leaves_them_as_they_were():
+    names = ["", "a", "b"]
+    chains = [space(tenant=name).block_hashes(TOKENS) for name in names]
+    assert len({own for chain in chains for own in chain}) == 3 * len(chains[0])
+    assert chains[0] == space().block_hashes(TOKENS)
+    assert space(salt=b"a").digest != space(tenant="a").digest
+    with pytest.raises(ConfigError, match="tenant as text"):
+        space(tenant=7)
+
+
+def test_the_namespace_of_a_tenant_is_its_own_only_where_tenants_are_private():
+    plain = space()
+    assert space_of_tenant(plain, "a", is_private=False) is plain
+    assert space_of_tenant(plain, "", is_private=True) is plain
+    private = space_of_tenant(plain, "a", is_private=True)
+    assert private == space(tenant="a") == space_of_tenant(private, "a", is_private=True)
+    for tenant in ("b", ""):
+        with pytest.raises(ConfigError, match="got one of tenant 'a'"):
+            space_of_tenant(private, tenant, is_private=True)

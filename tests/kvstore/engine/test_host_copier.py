@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kvstore.blocks.part import Part
 from kvstore.blocks.shape import KVShape, SideTensor
-from kvstore.config import num_copy_threads
 from kvstore.engine.copier import engine_pages, ordered
 from kvstore.engine.detect import detect_layout
 from kvstore.engine.host_copier import HostCopier
@@ -27,6 +26,7 @@ from kvstore.kernels import host_copy
 from kvstore.kernels import reference_tokens as oracle
 from kvstore.kernels.reference import torch_dtype
 from kvstore.memory.arena import create_arena
+from kvstore.runtime.cores import num_copy_threads
 
 NUM_BLOCKS, NUM_SLOTS, GUARD, ARENA_BYTES = 13, 9, 64, 1 << 20
 FORMS = {

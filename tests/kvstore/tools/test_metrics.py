@@ -23,7 +23,8 @@ def stats(tmp_path_factory):
     path, patch = tmp_path_factory.mktemp("metrics"), pytest.MonkeyPatch()
     patch.setenv("RAYKV_SOCKET_DIR", str(path / "s"))
     disk = {"disk_path": str(path / "kv"), "disk_capacity_bytes": 1 << 20}
-    core = NodeCore("n", StoreConfig(capacity_bytes=1 << 18, low_watermark=0.1, **disk), "127.0.0.1", nobody, nobody)
+    config = StoreConfig(capacity_bytes=1 << 18, low_watermark=0.1, tenants={"team-a": {}}, **disk)
+    core = NodeCore("n", config, "127.0.0.1", nobody, nobody)
     try:
         core.state.pool_service.attach(bytes(32), 4096)
         yield core.counts()
@@ -52,6 +53,7 @@ def test_every_counter_is_told_by_its_growth(stats):
     after["pool"]["num_evicted"], after["reclaim"]["num_evicted"] = 6, 2
     after["disk"]["dropped"] = {"queue": 9}
     after["ports"]["num_malformed"] = 1
+    after["tenants"]["team-a"] |= {"num_refused_pins": 5, "num_evicted": 4, "num_evicted_by_quota": 3}
     told = found(before, after)
     assert {key: value for key, value in told.items() if key not in found(None, stats)} == {
         ("raykv_hit_blocks", "memory"): 2,
@@ -63,6 +65,9 @@ def test_every_counter_is_told_by_its_growth(stats):
         ("raykv_evicted_ahead_blocks",): 2,
         ("raykv_disk_dropped_blocks", "queue"): 9,
         ("raykv_socket_failures", "malformed"): 1,
+        ("raykv_tenant_refused", "team-a", "pins"): 5,
+        ("raykv_tenant_evicted_blocks", "team-a", "all"): 4,
+        ("raykv_tenant_evicted_blocks", "team-a", "quota"): 3,
     }
 
 
@@ -87,6 +92,7 @@ def test_gauges_are_what_the_statistics_say(stats):
     after["pins"]["lease"] = {"num": 2, "oldest_s": 7.5}
     after["disk"] |= {"num_unwritten": 11, "is_off": True}
     after["mover_pid"] = 17
+    after["tenants"]["team-a"] |= {"num_bytes": 8192, "num_pinned_bytes": 4096, "num_handoffs": 2}
     told = found(None, after)
     assert told["raykv_slots", "memory", "free"] == 40
     assert told["raykv_slots", "disk", "free"] == stats["disk"]["pool"]["num_free"]
@@ -95,6 +101,8 @@ def test_gauges_are_what_the_statistics_say(stats):
     assert told["raykv_pins", "lease"] == 2
     assert told["raykv_oldest_pin_s", "lease"] == 7.5
     assert told["raykv_queued", "disk"] == 11
+    assert [told["raykv_tenant_bytes", "team-a", kind] for kind in ("memory", "pinned", "disk")] == [8192, 4096, 0]
+    assert told["raykv_tenant_handoffs", "team-a"] == 2
     assert told["raykv_disk_off",] == told["raykv_mover_runs",] == 1
 
 
@@ -109,4 +117,4 @@ def test_names_and_tags_are_those_of_one_store_and_few():
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     tags = {tag for metric in METRICS for tag in metric.tags}
-    assert tags == {"tier", "reason", "path", "state", "kind", "queue"}
+    assert tags == {"tier", "reason", "path", "state", "kind", "queue", "tenant", "quota"}

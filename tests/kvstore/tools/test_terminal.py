@@ -1,4 +1,4 @@
-"""What `kvstore status` prints of a directory: a line for each shard."""
+"""What `kvstore status` prints: a line for each shard of the directory, and for each tenant of a node."""
 
 from __future__ import annotations
 
@@ -30,3 +30,21 @@ def test_each_shard_has_a_line(capsys, shards, lines):
     shown = capsys.readouterr().out.splitlines()
     assert len([line for line in shown if line.startswith("directory")]) == len(shards)
     assert [line for line in lines if line not in shown] == [], shown
+
+
+def test_each_tenant_of_a_node_has_a_line_and_refusals_only_where_there_are_some(capsys):
+    idle = dict.fromkeys(
+        ("num_bytes", "num_pinned_bytes", "num_handoffs", "num_evicted", "num_refused_bytes", "num_refused_pins",
+         "num_refused_handoffs", "num_refused_disk"), 0,
+    )  # fmt: skip
+    node = {
+        "host": "h", "epoch": "e", "draining": False, "pid": 1, "mover_pid": 2, "pool": None, "nixl": None,
+        "capacity_bytes": 1 << 30,
+        "tenants": {"a": idle | {"num_bytes": 3 << 20, "num_refused_bytes": 1234}, "b": idle},
+    }  # fmt: skip
+    show_status({"name": "s", "nodes": {"n": node}, "without_store": [], "problems": {}, "starting": {}}, 1 << 30)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "hand-offs" in line]
+    assert [line.split(maxsplit=1)[1] for line in lines] == [
+        "a: 3 MiB, pinned 0 B, hand-offs 0, evicted 0   refused: bytes 1,234",
+        "b: 0 B, pinned 0 B, hand-offs 0, evicted 0",
+    ]

@@ -43,6 +43,7 @@ class Block:
     uses: int = 0
     used_s: float = -NEVER_S
     retention: Retention = NORMAL
+    tenant: str = ""
 
 
 @dataclass(kw_only=True)
@@ -66,6 +67,7 @@ class Held:
     deadline_s: float
     slots: list[int]
     kind: PinKind = PinKind.LEASE
+    tenant: str = ""
     preferred: list[Block] = field(default_factory=list)
 
 
@@ -90,6 +92,10 @@ class Model:
     leases: dict[int, Held] = field(default_factory=dict)
     writes: dict[int, Write] = field(default_factory=dict)
     aside: dict[str, list[int]] = field(default_factory=dict)
+    #: Tenants of the slots that are set aside.
+    whose_aside: dict[int, str] = field(default_factory=dict)
+    #: Of each tenant, how many slots it may have, and how many it may pin; of others all.
+    quotas: dict[str, tuple[int, int]] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=dict)
     num_clears: Counter[bytes] = field(default_factory=Counter)
     clock: int = 0
@@ -122,8 +128,21 @@ class Model:
         """Return the slots that hard pins hold."""
         return {slot for held in self.leases.values() if held.kind is PinKind.HARD for slot in held.slots}
 
-    def pinnable(self, chain: BlockHashes, kind: PinKind = PinKind.LEASE) -> list[int]:
-        """Return as much of the prefix as the budgets of pins allow."""
+    def held_by(self, tenant: str) -> int:
+        """Return how many slots are a tenant's: those with its blocks, and those set aside of them."""
+        aside = [slot for slots in self.aside.values() for slot in slots if self.whose_aside[slot] == tenant]
+        return len(aside) + sum(block.tenant == tenant for block in self.blocks.values())
+
+    def pinned_by(self, tenant: str) -> set[int]:
+        """Return the slots that leases and hard pins of a tenant hold."""
+        return {slot for held in self.leases.values() if held.tenant == tenant for slot in held.slots}
+
+    def num_over(self, tenant: str, wanted: int) -> int:
+        """Return how many of so many slots a tenant may not have, unless as many of its own go."""
+        return max(0, wanted + self.held_by(tenant) - self.quotas[tenant][0]) if tenant in self.quotas else 0
+
+    def pinnable(self, chain: BlockHashes, kind: PinKind = PinKind.LEASE, tenant: str = "") -> list[int]:
+        """Return as much of the prefix as the budgets of pins, and the tenant's quota of them, allow."""
         prefix = self.prefix(chain)
         if kind is PinKind.SOFT:
             return prefix
@@ -131,13 +150,20 @@ class Model:
             prefix.pop()
         while kind is PinKind.HARD and prefix and len(self.hard_pinned() | set(prefix)) > self.max_hard_pinned:
             prefix.pop()
+        mine = self.pinned_by(tenant)
+        while tenant in self.quotas and prefix and len(mine | set(prefix)) > max(self.quotas[tenant][1], len(mine)):
+            prefix.pop()
         return prefix
 
-    def evictable(self, gone: set[int]) -> tuple[list[int], list[int]]:
-        """Return what could go next once `gone` has gone: (the first that nobody prefers, all that somebody does)."""
+    def evictable(self, gone: set[int], tenant: str | None = None) -> tuple[list[int], list[int]]:
+        """Return what could go next once `gone` has gone: (the first that nobody prefers, all that somebody does).
+
+        Only of one tenant, if it is given.
+        """
         left = {slot: block for slot, block in self.blocks.items() if slot not in gone}
         parents = {block.parent for block in left.values() if block.findable}
         idle = [s for s, b in left.items() if b.ready and not b.refs and b.block_hash not in parents]
+        idle = [s for s in idle if tenant in (None, left[s].tenant)]
         plain = sorted((s for s in idle if not left[s].soft), key=lambda slot: self.place(left[slot]))
         return plain[:1], [s for s in idle if left[s].soft]
 
@@ -163,22 +189,29 @@ class Model:
             order = self.hazard(block.uses, self.now_s - block.touched_s)
         return priority, order, block.touched
 
-    def num_evictable(self, wanted: int) -> int:
-        """Return how many blocks could go to make room, `wanted` at most."""
+    def num_evictable(self, wanted: int, tenant: str | None = None) -> int:
+        """Return how many blocks could go to make room, `wanted` at most; of one tenant, if it is given."""
         gone: set[int] = set()
         while len(gone) < wanted:
-            plain, preferred = self.evictable(gone)
+            plain, preferred = self.evictable(gone, tenant)
             if not plain and not preferred:
                 break
             gone.add((plain or preferred)[0])
         return len(gone)
 
-    def may_evict(self, victims: set[int], gone: frozenset[int] = frozenset()) -> bool:
-        """Whether these are what has to go: the first in order on which nothing hangs, the preferred ones last."""
+    def may_evict(
+        self, victims: set[int], num_own: int = 0, tenant: str = "", gone: frozenset[int] = frozenset()
+    ) -> bool:
+        """Whether these are what has to go: the first in order on which nothing hangs, the preferred ones last.
+
+        The first `num_own` of them are the first of a tenant's own.
+        """
         if victims == gone:
             return True
-        plain, preferred = self.evictable(set(gone))
-        return any(self.may_evict(victims, gone | {slot}) for slot in plain or preferred if slot in victims)
+        plain, preferred = self.evictable(set(gone), tenant if len(gone) < num_own else None)
+        return any(
+            self.may_evict(victims, num_own, tenant, gone | {slot}) for slot in plain or preferred if slot in victims
+        )
 
     def touch(self, slots: list[int], gap_s: float = USE_GAP_S) -> None:
         """Touch a chain: its root is the most recent. That uses what was not used for `gap_s` seconds."""
@@ -264,6 +297,7 @@ class Model:
         """Give up what is not published, for all who write it."""
         write = self.writes.pop(write_id)
         for slot in write.pending:
+            self.whose_aside[slot] = self.blocks[slot].tenant
             self.blocks[slot].findable = False
             self.blocks[slot].writers.remove(write.part)
             self._let_go(slot)

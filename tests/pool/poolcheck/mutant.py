@@ -8,6 +8,8 @@ from poolcheck.patch import Patch
 
 POOL, SLOTS, LEASES, WRITES = "kvstore.pool.pool", "kvstore.pool.slots", "kvstore.pool.leases", "kvstore.pool.writes"
 INDEX, COLUMNS = "kvstore.pool.block_index", "kvstore.pool.slot_columns"
+READERS, TENANTS = "kvstore.pool.tenants.readers", "kvstore.pool.tenants.table"
+TENANT_ORDER = "kvstore.pool.tenants.order"
 EVICTION = "kvstore.pool.eviction"
 LRU, TOUCH_LOG, SOFT_PINS = f"{EVICTION}.lru", f"{EVICTION}.touch_log", f"{EVICTION}.soft_pins"
 PRIORITIES = f"{EVICTION}.priorities"
@@ -35,8 +37,8 @@ SWEEPING, ANEW = "tests/kvstore/pool/test_sweeping.py", "tests/kvstore/pool/test
 #: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
 GAP = Patch(
     POOL,
-    "        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots)\n",
-    "        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots)\n"
+    "        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots, tenants=tenants)\n",
+    "        self.table = SlotTable(num_slots, presence, eviction, now_s, has_roots=has_roots, tenants=tenants)\n"
     "        self.table.gap = self.table.columns.gap = lambda: (self._lock.release(), self._lock.acquire())\n",
 )
 

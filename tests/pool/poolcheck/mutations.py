@@ -11,7 +11,9 @@ from poolcheck.mutations_handoffs import HANDOFFS
 from poolcheck.mutations_handover import HANDOVER
 from poolcheck.mutations_holders import HOLDERS
 from poolcheck.mutations_priorities import PRIORITY_ORDER
+from poolcheck.mutations_tenants import TENANT_QUOTAS
 
 MUTANTS: tuple[Mutant, ...] = (
     *BLOCKS, *HOLDERS, *CLEARINGS, *ENTRY, *HANDOFFS, *HANDOVER, *EVICTION_POLICIES, *PRIORITY_ORDER,
+    *TENANT_QUOTAS,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from poolcheck.mutant import (
     POOL_WRITES,
     PRESENCE,
     PRESENCE_RULES,
+    READERS,
     RUN_RULES,
     RUNS,
     SLOTS,
@@ -40,7 +41,7 @@ BLOCKS = (
         patches=(
             GAP,
             Patch(
-                COLUMNS,
+                READERS,
                 "        self.num_pinned -= self._num_idle(slots)\n",
                 ("        self.num_pinned -= self._num_idle(slots)\n        self.gap()\n"),
             ),
@@ -123,7 +124,7 @@ BLOCKS = (
     bug(
         "double release frees a neighbour",
         "TensorRT-LLM: two trackers of one pin",
-        COLUMNS,
+        READERS,
         "refs += number\n",
         "refs += number if number > 0 else -refs\n",
         f"{EXPLORER}[two_readers_and_eviction]",

@@ -9,6 +9,7 @@ from kvstore.blocks.priority import Priority, Retention
 from kvstore.errors import StoreUnavailable
 from kvstore.pool.handover.image import PoolImage
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.limits import TenantLimits
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 from poolcheck.run import Run
 from poolcheck.world import World
@@ -460,6 +461,40 @@ def frozen_while_used(run: Run):
     return [giver, writer, reader], at_end
 
 
+def tenant_at_its_quota(run: Run):
+    """Two of a tenant store more than it may have, and one gives up, while another tenant's block is read."""
+    world = World(run, 4, quotas={"a": TenantLimits(max_slots=2, max_pinned=1)})
+    world.store("n", "before")
+
+    def check():
+        world.check()
+        held = world.pool.tenants()["a"].num_slots
+        assert held <= 2, f"{held} slots of a tenant that may have 2"
+
+    run.check = check
+
+    def saver():
+        world.store("ab", "w1", tenant="a")
+
+    def fetch():
+        ticket = world.claim("xy", "fetch", tenant="a")
+        if not ticket.write_id:
+            return
+        world.forget(ticket)
+        num_slots = world.pool.abort_store(ticket.write_id, "fetch", quarantine="read-1")
+        world.step("given up")
+        assert world.pool.end_quarantine("read-1") == num_slots
+
+    def reader():
+        assert world.read("n", "r") == 1, "a tenant at its quota pushed out another's block"
+
+    def at_end():
+        assert world.pool.lookup(chain_of("n")) == 1, "a tenant at its quota pushed out another's block"
+        world.at_rest("ab", "n")
+
+    return [saver, fetch, reader], at_end
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -484,5 +519,6 @@ SCENARIOS = {
         dead_owner,
         priorities_meet,
         frozen_while_used,
+        tenant_at_its_quota,
     )
 }

@@ -15,6 +15,8 @@ from kvstore.pool.eviction.lru import LeastRecentlyUsed
 from kvstore.pool.eviction.policy import EvictionPolicy
 from kvstore.pool.eviction.reuse import NUM_BUCKETS
 from kvstore.pool.pool import Grant, Pool, StoreTicket
+from kvstore.pool.tenants.limits import TenantLimits
+from kvstore.pool.tenants.table import TenantTable
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 from poolcheck.run import Run
 
@@ -40,14 +42,18 @@ class World:
         run: whose points the pool's lock and the verbs here are.
         num_slots: of the pool.
         max_pinned: of the pool.
+        quotas: of its tenants.
     """
 
-    def __init__(self, run: Run, num_slots: int, max_pinned: int | None = None) -> None:
+    def __init__(
+        self, run: Run, num_slots: int, max_pinned: int | None = None, quotas: dict[str, TenantLimits] | None = None
+    ) -> None:
         #: By the clock that ends priorities.
         self.now_s = 0.0
         self.pool = Pool(
-            num_slots, max_pinned, epoch=b"one life", eviction=make_eviction(num_slots), now_s=lambda: self.now_s
-        )
+            num_slots, max_pinned, epoch=b"one life", eviction=make_eviction(num_slots), now_s=lambda: self.now_s,
+            tenants=TenantTable(num_slots, quotas) if quotas else None,
+        )  # fmt: skip
         self.pool._lock = run.lock()
         # From 1 on in each run: where two come to one state, their numbers are the same.
         self.pool.new_id = self.pool.leases.new_id = self.pool.writes.new_id = count(1).__next__

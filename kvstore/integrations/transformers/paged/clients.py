@@ -6,13 +6,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import Namespace, space_of_tenant
 from kvstore.client.client import Client
 from kvstore.errors import PeerLost, StoreBusy, StoreDraining, StoreUnavailable
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 
 #: Limits for the jobs of a store that has ended, and of one that serves.
 _CLOSE_S, _CLOSE_AT_END_S = 1.0, 10.0
+
+
+def spaces_of(
+    store: Any, cache: PagedKVCache, model: str, revision: str, block_size: int, salt: bytes, tenant: str
+) -> tuple[Namespace, ...]:
+    """Return the namespace of each group's blocks; arguments as for `PagedStore`."""
+    is_private = bool(tenant) and store.config.private_tenants
+    spaces = (
+        Namespace(
+            model=model,
+            # All that decides the bits of KV besides the weights.
+            revision=f"{revision}; {group.window_tokens} seen, {cache.step_tokens} a step, {cache.device.type}",
+            shape=group.shape(block_size),
+            salt=salt,
+        )
+        for group in cache.layer_groups
+    )
+    return tuple(space_of_tenant(space, tenant, is_private=is_private) for space in spaces)
 
 
 class GroupClients:
@@ -22,13 +40,14 @@ class GroupClients:
         store: opens clients.
         cache: whose tensors they register.
         spaces: the namespace of each group.
+        tenant: of the clients.
 
     Raises:
         LayoutMismatch, StoreUnavailable, KVStoreError: as for `Client.register_kv_caches`; nothing stays open.
     """
 
-    def __init__(self, store: Any, cache: PagedKVCache, spaces: Sequence[Namespace]) -> None:
-        self._store, self._cache, self._spaces = store, cache, spaces
+    def __init__(self, store: Any, cache: PagedKVCache, spaces: Sequence[Namespace], tenant: str) -> None:
+        self._store, self._cache, self._spaces, self._tenant = store, cache, spaces, tenant
         self._stage: tuple[str | int, tuple[str, ...]] | None = None
         self._clients: list[Client] = []
         self._is_closed = False
@@ -78,7 +97,7 @@ class GroupClients:
     def _open(self) -> None:
         try:
             for space, tensors in zip(self._spaces, self._cache.tensors, strict=True):
-                self._clients.append(self._store.client(space))
+                self._clients.append(self._store.client(space, tenant=self._tenant))
                 self._clients[-1].register_kv_caches(list(tensors), "PBTHD")
             if self._stage is not None:
                 for client in self._clients:

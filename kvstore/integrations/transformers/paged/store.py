@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
-from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult, MissReason, SaveResult
 from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted
-from kvstore.integrations.transformers.paged.clients import GroupClients
+from kvstore.integrations.transformers.paged.clients import GroupClients, spaces_of
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.paged.request import PagedRequest
 
@@ -76,6 +75,7 @@ class PagedStore:
         revision: of the weights, for the namespace.
         block_size: tokens of a stored block; a multiple or a divisor of the page size.
         salt: keeps tenants apart. A request takes the same salt in the cache's index.
+        tenant: whose quotas in the store count; "" is the shared tenant, which has none.
 
     Raises:
         InvalidRequest: the windows of the cache begin within blocks.
@@ -83,7 +83,15 @@ class PagedStore:
     """
 
     def __init__(
-        self, store: Any, cache: PagedKVCache, *, model: str, revision: str, block_size: int = 16, salt: bytes = b""
+        self,
+        store: Any,
+        cache: PagedKVCache,
+        *,
+        model: str,
+        revision: str,
+        block_size: int = 16,
+        salt: bytes = b"",
+        tenant: str = "",
     ) -> None:
         windows = [group.align_tokens for group in cache.index.groups if group.window_tokens is not None]
         if any(max(align, cache.page_size) % block_size for align in windows):
@@ -92,18 +100,9 @@ class PagedStore:
                 f"of {cache.page_size}; make PagedKVCache with align_tokens={block_size}"
             )
         self._cache, self.block_size = cache, block_size
-        self.spaces = tuple(
-            Namespace(
-                model=model,
-                # All that decides the bits of KV besides the weights.
-                revision=f"{revision}; {group.window_tokens} seen, {cache.step_tokens} a step, {cache.device.type}",
-                shape=group.shape(block_size),
-                salt=salt,
-            )
-            for group in cache.layer_groups
-        )
+        self.spaces = spaces_of(store, cache, model, revision, block_size, salt, tenant)
         """The namespace of each group's blocks."""
-        self._clients = GroupClients(store, cache, self.spaces)
+        self._clients = GroupClients(store, cache, self.spaces, tenant)
 
     def attach_handoff(self, staging: str | int, peers: Sequence[str] = ()) -> None:
         """Send hand-offs from GPU to GPU where that is faster; see `Client.attach_handoff`."""

@@ -83,7 +83,7 @@ class Cache:
             )  # fmt: skip
 
         self.link = StoreLink(self._options, space, self._part, (register,))
-        self.space = space
+        self.space = self.link.space
 
     def client(self) -> Client | None:
         """Return the client of this rank's node store; None while no store is reached."""

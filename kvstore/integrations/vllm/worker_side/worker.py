@@ -16,7 +16,6 @@ from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.client import Client
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult, MissReason, SaveResult
-from kvstore.config import num_idle_copy_threads
 from kvstore.errors import CopyStuck, JobAbandoned, KVStoreError, LayoutMismatch
 from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.plan import LoadPlan, Local, SavePlan, StepPlan, WorkerHello, WorkerReport
@@ -24,6 +23,7 @@ from kvstore.integrations.vllm.stats import Stats
 from kvstore.integrations.vllm.worker_side.cache import Cache
 from kvstore.integrations.vllm.worker_side.landing import Landing, Running, count_load, part_bytes
 from kvstore.integrations.vllm.worker_side.publishing import Publishing
+from kvstore.runtime.cores import num_idle_copy_threads
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ def message(pool, memory):
     return Message(
         store="default", node="a", epoch=pool.epoch, capacity_bytes=8 * SLOT_BYTES, slot_bytes=SLOT_BYTES,
         block_bytes={SPACE: 500}, versions={SPACE: 3}, directory=b"", clears=b"",
-        generations=image.generations.tobytes(),
+        generations=image.generations.tobytes(), tenants=image.tenants, owners=image.owners.tobytes(),
         namespaces=image.namespaces, blocks=pack_blocks(image.blocks),
         writers=tuple(Held(held.until_s, held.slots.tobytes(), (0,)) for held in image.writers),
         readers=tuple(Held(held.until_s, held.slots.tobytes()) for held in image.readers),
@@ -78,8 +78,8 @@ def test_a_message_with_one_changed_bit_is_refused(message):
 
 def test_a_message_of_another_format_is_refused_before_it_is_read(message, monkeypatch):
     data = seal(message)
-    monkeypatch.setattr(messages, "FORMAT", 2)
-    with pytest.raises(ProtocolError, match="wanted format 2, got 1"):
+    monkeypatch.setattr(messages, "FORMAT", 3)
+    with pytest.raises(ProtocolError, match="wanted format 3, got 2"):
         unseal(data)
 
 
