@@ -222,8 +222,7 @@ class Store:
         Returns:
             By node id: the answer, or {"error"} of a node that did not give one in time.
         """
-        timeout_s = check_seconds("timeout_s", timeout_s)
-        return ask_nodes(self._handles(), "inspect", what, options, timeout_s=timeout_s)
+        return ask_nodes(self._handles(), "inspect", what, options, timeout_s=check_seconds("timeout_s", timeout_s))
 
     def close(self) -> None:
         """Close this handle; the store continues. May be called again.
