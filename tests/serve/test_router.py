@@ -160,11 +160,11 @@ def test_of_two_idle_replicas_a_new_prompt_goes_to_the_one_that_was_sent_less_un
         await route(router, request, until_known=False)
         router.on_request_routed(request, replicas[0].replica_id, None)
         router.on_request_completed(replicas[0].replica_id, request.metadata.internal_request_id)
-        return [(await route(router, ask("n" * 40), until_known=False))[0][0] for _ in range(30)]
+        return (await route(router, ask("n" * 40), until_known=False))[0][0]
 
     async def test():
-        assert set(await chosen(None)) == {"b"}
-        assert set(await chosen(lambda chain: [])) == {"a", "b"}
+        assert {await chosen(None) for _ in range(20)} == {"b"}
+        assert {await chosen(lambda chain: []) for _ in range(20)} == {"a", "b"}
 
     replicas = [Replica("a", "node 1"), Replica("b", "node 1")]
     run(test())
