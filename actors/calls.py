@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 import ray
@@ -16,6 +16,7 @@ from ray._private import auto_init_hook
 from ray._private import worker as ray_worker
 
 from kvstore.errors import ForkedClient, KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
+from kvstore.runtime.own_thread import on_thread
 
 #: All actors of raykv live in this Ray namespace.
 RAY_NAMESPACE = "raykv"
@@ -156,28 +157,6 @@ def within(what: str, timeout_s: float, do: Callable[[], Any]) -> Any:
     if not wait([future], timeout_s).done:
         raise TransferTimeout(f"{what}: not done within {timeout_s:g} s; does its Ray still answer?")
     return future.result()
-
-
-def on_thread(name: str, do: Callable[[], Any]) -> Future[Any]:
-    """Run a function on a thread of its own, which does not keep the process alive.
-
-    Args:
-        name: of the thread.
-        do: the function; the future has its result, or whatever it raised.
-
-    Raises:
-        RuntimeError, MemoryError: no thread can be started now.
-    """
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(do())
-        except BaseException as error:  # noqa: BLE001 - raised where the future is read.
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def find_actor(name: str, timeout_s: float = 10.0) -> Any:

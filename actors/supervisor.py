@@ -17,7 +17,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import actor_name, call, find_actor, node_address, on_thread, ray_failures
+from kvstore.actors.calls import actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.directory import Directory
 from kvstore.actors.finding import (
     actors_of,
@@ -34,6 +34,7 @@ from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
 from kvstore.runtime.life import log_life
+from kvstore.runtime.own_thread import on_thread
 
 logger = logging.getLogger(__name__)
 

@@ -49,9 +49,9 @@ class Engine:
                 self._cache.popitem(last=False)
         return {"num_tokens": len(tokens), "num_cached": num_cached}
 
-    async def collective_rpc(self, method: str) -> list[str]:
-        """Return what the workers of an engine say of their namespace."""
-        return [space_to_text(SPACE)]
+    async def collective_rpc(self, method: str) -> list[str] | list[int]:
+        """Return what the workers of an engine say of their namespace, and of their cache."""
+        return [space_to_text(SPACE)] if method == "raykv_space" else [self._num_blocks * BLOCK_SIZE]
 
 
 async def ask_all(handle: Any, prompts: Sequence[str], num_at_once: int) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ import os
 import signal
 import string
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,10 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+INGRESS: dict[str, Any] = {
+    "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}},
+    "ingress_cls_config": {"ingress_cls": "kvstore.integrations.serve.ingress.OpenAiErrors"},
+}
 _SPECIAL = ("<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
@@ -78,7 +82,8 @@ def quiet_environment() -> None:
     """Let nothing call home or download, and small engines share few cores."""
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", TORCH_COMPILE_DISABLE="1")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would win over kv_cache_memory_bytes.
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCH_COMPILE_DISABLE="1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for work spin
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -155,19 +160,25 @@ def llm_config(options: AppOptions, address: str) -> dict[str, Any]:
 
 def build(options: AppOptions, address: str) -> Any:
     """Return the Serve application, on the Ray at an address."""
-    from ray.serve.llm import build_openai_app, build_pd_openai_app
+    from ray.serve.llm import build_pd_openai_app
+
+    from kvstore.integrations.serve import register
+
+    if options.one_deployment:
+        return build_models([llm_config(options, address)])
+    register()
+    both = {role: llm_config(options, address) for role in ("prefill_config", "decode_config")}
+    return build_pd_openai_app({**both, **INGRESS})
+
+
+def build_models(configs: Iterable[dict[str, Any]]) -> Any:
+    """Return a Serve application of several models, each a deployment whose engines prefill and decode."""
+    from ray.serve.llm import build_openai_app
 
     from kvstore.integrations.serve import register
 
     register()
-    ingress = {
-        "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}},
-        "ingress_cls_config": {"ingress_cls": "kvstore.integrations.serve.ingress.OpenAiErrors"},
-    }
-    if options.one_deployment:
-        return build_openai_app({"llm_configs": [llm_config(options, address)], **ingress})
-    both = {role: llm_config(options, address) for role in ("prefill_config", "decode_config")}
-    return build_pd_openai_app({**both, **ingress})
+    return build_openai_app({"llm_configs": list(configs), **INGRESS})
 
 
 @contextlib.contextmanager

@@ -133,3 +133,31 @@ lock() {
         flock -w 1800 9 || die "another set-up has held $1 for 30 minutes; end it and try again"
     fi
 }
+
+# begin_venv FOLDER FILE...: make the environment if it is not usable; ends the script if it is up to date with these
+# files. After all else the script calls end_venv FOLDER.
+begin_venv() {
+    local venv=$1 python version
+    shift
+    python=$(pick_python)
+    version=$(python_version "$python")
+    lock "$venv.lock"
+    stamp=$(stamp_of "$version" "$@")
+    if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$stamp" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+        say "environment $venv is up to date (Python $version)"
+        exit 0
+    fi
+    say "setting up $venv with Python $version"
+    # A link leads to the environment of another checkout, which stays as it is.
+    [ ! -L "$venv" ] || rm -f "$venv"
+    rm -f "$venv/.raykv-stamp"
+    if ! usable_venv "$venv" "$version"; then
+        step "virtual environment" make_venv "$python" "$venv"
+    fi
+}
+
+# end_venv FOLDER: the environment is complete.
+end_venv() {
+    printf '%s\n' "$stamp" >"$1/.raykv-stamp"
+    say "done in ${SECONDS} s"
+}

@@ -9,24 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/lib.sh
 
 venv=.venv
-python=$(pick_python)
-version=$(python_version "$python")
-lock "$venv.lock"
-
-made_of=(pyproject.toml constraints.txt constraints-cpu.txt scripts/setup.sh scripts/lib.sh scripts/uv_settings.py)
-wanted=$(stamp_of "$version" "${made_of[@]}")
-if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
-    say "environment $venv is up to date (Python $version)"
-    exit 0
-fi
-
-say "setting up $venv with Python $version"
-# A link leads to the environment of another checkout, which stays as it is.
-[ ! -L "$venv" ] || rm -f "$venv"
-rm -f "$venv/.raykv-stamp"
-if ! usable_venv "$venv" "$version"; then
-    step "virtual environment" make_venv "$python" "$venv"
-fi
+begin_venv "$venv" pyproject.toml constraints.txt constraints-cpu.txt scripts/setup.sh scripts/lib.sh scripts/uv_settings.py
 use_uv "$venv"
 install_torch "$venv"
 pins=(-c constraints.txt)
@@ -37,5 +20,4 @@ fi
 step "raykv (editable) and its dependencies" \
     "${uv[@]}" install "${into[@]}" --compile-bytecode "${pins[@]}" -e '.[dev]'
 step "check: ray, torch and nixl import" "$venv/bin/python" -c 'import ray, torch, nixl_cu12'
-printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
-say "done in ${SECONDS} s"
+end_venv "$venv"

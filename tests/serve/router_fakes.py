@@ -45,8 +45,10 @@ def tokenizer(text, add_special_tokens=True):
     return {"input_ids": list(map(ord, text))}
 
 
-def make_router(replicas, locate=None, **kwargs):
+def make_router(replicas, locate=None, learned=None, **kwargs):
     """Return a router of some replicas, whose queue lengths it knows; call it in an event loop.
+
+    `locate` answers for the store, and `learned` is what the replicas say of themselves.
 
     Not monkeypatched: Ray Serve pickles a router's class by value, and loading that changes the class in this process.
     """
@@ -57,6 +59,9 @@ def make_router(replicas, locate=None, **kwargs):
 
         def _open_source(self):
             return super()._open_source() if locate is None else SimpleNamespace(locate=locate)
+
+        def _ask_replicas(self):
+            return learned
 
     router = Router(
         deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 from running import PROMPT, wait_until
-from serve_app import BLOCK_SIZE, MODEL_ID
+from serve_app import APP, BLOCK_SIZE, MODEL_ID
 from serve_check import chat, check, settled
 
 from kvstore.integrations.serve.prompts import load_tokenizer, tokens_of
@@ -42,6 +42,17 @@ def test_a_router_reads_the_tokens_that_engines_compute(app):
             model=MODEL_ID, messages=messages, max_tokens=1, extra_body={"return_token_ids": True}
         )
         assert answer.model_extra["prompt_token_ids"] == tokens_of({"messages": messages}, tokenizer)
+
+
+def test_engines_say_how_much_their_caches_hold(app):
+    from ray import serve
+
+    engines = [name for name in serve.status().applications[APP].deployments if name.startswith(("Prefill", "Decode"))]
+    assert len(engines) == 2
+    for name in engines:
+        said = serve.get_deployment_handle(name, APP).collective_rpc.remote("raykv_cache_tokens")
+        # 128 MiB, as the app says, at 4 KiB a token.
+        assert said.result(timeout_s=60) == [(128 << 20) // (4 << 10)], name
 
 
 def test_200_streams_at_concurrency_16_are_all_answered(app):

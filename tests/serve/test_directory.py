@@ -40,9 +40,13 @@ def store():
 
 
 async def until(router, holds):
-    """Route requests until something holds of the ranks of one."""
+    """Route requests until something holds of the ranks of one for which the store answered."""
     async with asyncio.timeout(WAIT_S):
-        while not holds(names(await router.choose_replicas(list(router.curr_replicas.values()), ask()))):
+        while True:
+            before = router.counts["by_store"]
+            ranks = names(await router.choose_replicas(list(router.curr_replicas.values()), ask()))
+            if router.counts["by_store"] > before and holds(ranks):
+                return
             await asyncio.sleep(0.05)
 
 

@@ -14,14 +14,19 @@ from kvstore.integrations.prompt_keys import text_hashes
 WAIT_S = 20.0
 
 
-async def route(router, request, until_ranked=True):
-    """Return the ranks of a request; the tokenizer is loaded by a thread, so the first ones may know no tokens."""
+async def route(router, request, until_known=True):
+    """Return the ranks of a request, once some of it is known: a thread loads the tokenizer, and the store is asked."""
     async with asyncio.timeout(WAIT_S):
         while True:
+            before = known(router)
             ranks = names(await router.choose_replicas(list(router.curr_replicas.values()), request))
-            if not until_ranked or len(ranks) > 1:
+            if not until_known or known(router) > before:
                 return ranks
             await asyncio.sleep(0.01)
+
+
+def known(router):
+    return router.counts["by_store"] + router.counts["by_hints"]
 
 
 def run(coroutine):
@@ -54,7 +59,7 @@ def test_what_was_routed_to_a_replica_is_expected_there():
         first = ask()
         async with asyncio.timeout(WAIT_S):
             while router.counts["by_hints"] == 0:
-                await route(router, first, until_ranked=False)
+                await route(router, first, until_known=False)
                 router.on_request_routed(first, replicas[1].replica_id, None)
                 await asyncio.sleep(0.01)
         assert (await route(router, ask(TEXT + "and more")))[0] == ["b"]
@@ -111,11 +116,10 @@ def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again
         router = make_router([Replica("a", "n"), Replica("b", "m")], locate, store_wait_s=0.05, store_pause_s=WAIT_S)
         async with asyncio.timeout(WAIT_S / 2):
             while not num_asked:  # Until the tokenizer is loaded.
-                await route(router, ask(), until_ranked=False)
+                await route(router, ask(), until_known=False)
                 await asyncio.sleep(0.01)
             for _ in range(20):
-                (pair,) = await route(router, ask(), until_ranked=False)
-                assert sorted(pair) == ["a", "b"]  # Ray's own choice: the shorter of two queues.
+                assert sorted(await route(router, ask(), until_known=False)) == [["a"], ["b"]]
         assert len(num_asked) == 1
         assert router.counts["by_load"] > 20
 
@@ -123,6 +127,74 @@ def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again
         run(test())
     finally:
         gate.set()
+
+
+async def read(router):
+    """Return once the router can read prompts."""
+    async with asyncio.timeout(WAIT_S):
+        while len(await route(router, ask("once, and never again"), until_known=False)) == 1:
+            await asyncio.sleep(0.01)
+
+
+def test_a_prompt_that_nobody_has_goes_where_least_is_left_to_compute():
+    async def test():
+        replicas = [Replica("a", "node 1"), Replica("b", "node 1")]
+        router = make_router(replicas, evict_weight=0)
+        await read(router)
+        # One long prompt at a, and two short ones at b.
+        for text, replica in (("l" * 400, 0), ("s" * 40, 1), ("t" * 40, 1)):
+            request = ask(text)
+            await route(router, request, until_known=False)
+            router.on_request_routed(request, replicas[replica].replica_id, None)
+            router.on_new_queue_len_info(replicas[replica].replica_id, 1 + replica)
+        assert await route(router, ask("new" * 20), until_known=False) == [["b"], ["a"]]
+
+    run(test())
+
+
+def test_of_two_idle_replicas_a_new_prompt_goes_to_the_one_that_was_sent_less_unless_a_store_keeps_all():
+    async def chosen(locate):
+        router = make_router(replicas, locate, store_wait_s=WAIT_S)
+        await read(router)
+        request = ask("l" * 400)
+        await route(router, request, until_known=False)
+        router.on_request_routed(request, replicas[0].replica_id, None)
+        router.on_request_completed(replicas[0].replica_id, request.metadata.internal_request_id)
+        return (await route(router, ask("n" * 40), until_known=False))[0][0]
+
+    async def test():
+        assert {await chosen(None) for _ in range(20)} == {"b"}
+        assert {await chosen(lambda chain: []) for _ in range(20)} == {"a", "b"}
+
+    replicas = [Replica("a", "node 1"), Replica("b", "node 1")]
+    run(test())
+
+
+def test_what_an_engines_cache_does_not_hold_any_more_is_not_expected_there():
+    async def test():
+        replicas = [Replica("a", "node 1"), Replica("b", "node 1")]
+        router = make_router(replicas, cache_tokens=48)
+        await read(router)
+        for text in (TEXT, "other" * 8):  # Ten blocks each, of which twelve have a place.
+            request = ask(text)
+            await route(router, request, until_known=False)
+            router.on_request_routed(request, replicas[0].replica_id, None)
+        chain = text_hashes(SPACE, list(map(ord, TEXT)))
+        assert router.hints.prefixes(chain, ["a"], 0.0) == {"a": 2}
+
+    run(test())
+
+
+def test_how_much_a_cache_holds_is_learned_with_the_namespace():
+    async def test():
+        router = make_router([Replica("a", "node 1"), Replica("b", "node 1")], space=None, learned=(SPACE, 48))
+        async with asyncio.timeout(WAIT_S):
+            while router.hints.limit_blocks is None:
+                await route(router, ask(), until_known=False)
+                await asyncio.sleep(0.01)
+        assert (router.space, router.hints.limit_blocks) == (SPACE, 48 // SPACE.shape.block_size)
+
+    run(test())
 
 
 def test_a_store_that_does_not_run_costs_nothing_but_the_prefix():
@@ -133,7 +205,7 @@ def test_a_store_that_does_not_run_costs_nothing_but_the_prefix():
         router = make_router([Replica("a", "n"), Replica("b", "m")], locate)
         async with asyncio.timeout(WAIT_S):
             for _ in range(20):
-                assert await route(router, ask(), until_ranked=False)
+                assert await route(router, ask(), until_known=False)
                 await asyncio.sleep(0.005)
 
     run(test())
@@ -144,7 +216,7 @@ def test_a_request_whose_prompt_cannot_be_read_is_routed_by_load(request_):
     async def test():
         router = make_router([Replica("a", "n"), Replica("b", "m")], lambda chain: [("n", 10)])
         await route(router, ask())
-        (pair,) = await route(router, request_, until_ranked=False)
+        (pair,) = await route(router, request_, until_known=False)
         assert sorted(pair) == ["a", "b"]
 
     run(test())
@@ -156,7 +228,7 @@ def test_a_request_of_an_adapter_is_routed_by_ray():
         await route(router, ask())
         request = ask()
         request.metadata.multiplexed_model_id = "an adapter"
-        assert len(await route(router, request, until_ranked=False)) == 1
+        assert len(await route(router, request, until_known=False)) == 1
 
     run(test())
 

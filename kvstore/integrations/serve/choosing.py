@@ -19,12 +19,14 @@ class ReplicaState:
         node_id: of Ray, where it runs; "" if that is not known.
         num_waiting_tokens: tokens of prompts that wait there or are being computed.
         num_running: requests there.
+        pressure: from 0 to 1, of how much use what is that a new block would push out there.
     """
 
     replica: str
     node_id: str
     num_waiting_tokens: int
     num_running: int
+    pressure: float = 0.0
 
 
 def rank_replicas(
@@ -36,10 +38,11 @@ def rank_replicas(
     num_tokens: int,
     options: RouterOptions,
 ) -> list[NodeRank]:
-    """Rank replicas for a prompt, the one with the soonest first token first, `work_weight` apart.
+    """Rank replicas for a prompt, the one with the soonest first token first, `work_weight` and `evict_weight` apart.
 
     What a replica computes also delays the requests behind this one. Without a weight for that, every short queue is a
-    reason to compute a prefix once more, and to evict another one for it.
+    reason to compute a prefix once more. And a new block pushes out another one, which may have to be computed again.
+    So it goes where the place of a block is worth least.
 
     A replica has what its node's store has, or what it was sent before, whichever is longer. What only other nodes
     have would be fetched from them; what other replicas have in their engines alone would not.
@@ -76,4 +79,11 @@ def rank_replicas(
             fetch_bytes_per_s=options.fetch_bytes_per_s,
             decode_tokens=options.decode_tokens,
         )
-    return sorted(ranks, key=lambda rank: rank.seconds + options.work_weight * rank.compute_s)
+    num_blocks, pressures = num_tokens // shape.block_size, {state.replica: state.pressure for state in states}
+
+    def cost_s(rank: NodeRank) -> float:
+        num_new = max(0, num_blocks - rank.num_blocks) * shape.block_size
+        evict_s = pressures[rank.node_id] * num_new / options.prefill_tokens_per_s
+        return rank.seconds + options.work_weight * rank.compute_s + options.evict_weight * evict_s
+
+    return sorted(ranks, key=cost_s)

@@ -29,7 +29,9 @@ class RouterOptions:
         max_hints: blocks that are remembered as routed, in all.
         prefill_tokens_per_s: how fast a replica computes prompts.
         fetch_bytes_per_s: how fast a node gets blocks of another one; 0 where engines do not fetch.
+        cache_tokens: that an engine's own cache holds; None asks a replica for it.
         work_weight: how much a prompt's own computing counts besides its first token, because it delays others.
+        evict_weight: how much the blocks count that a prompt's new blocks push out, at the replica that has least room.
         decode_tokens: what a running request counts, in tokens of prompts, besides its own prompt.
 
     Raises:
@@ -49,7 +51,9 @@ class RouterOptions:
     max_hints: int = 200_000
     prefill_tokens_per_s: float = 10_000.0
     fetch_bytes_per_s: float = 1e9
-    work_weight: float = 1.0
+    cache_tokens: int | None = None
+    work_weight: float = 2.0
+    evict_weight: float = 6.0
     decode_tokens: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,9 +63,11 @@ class RouterOptions:
         for name, most in (("block_size", 1 << 16), ("max_hints", 1 << 24)):
             value = getattr(self, name)
             _require(type(value) is int and 0 < value <= most, name, f"a whole number from 1 to {most}", self)
+        fits = self.cache_tokens is None or (type(self.cache_tokens) is int and 0 < self.cache_tokens < _MOST)
+        _require(fits, "cache_tokens", "a whole number above 0, or None", self)
         for name in ("tokenize_wait_s", "store_wait_s", "store_pause_s", "hint_ttl_s", "prefill_tokens_per_s"):
             _require(_is_number(getattr(self, name), 0) and getattr(self, name) > 0, name, "a number above 0", self)
-        for name in ("fetch_bytes_per_s", "work_weight", "decode_tokens"):
+        for name in ("fetch_bytes_per_s", "work_weight", "evict_weight", "decode_tokens"):
             _require(_is_number(getattr(self, name), 0), name, "a number of at least 0", self)
 
     @staticmethod

@@ -30,7 +30,7 @@ from kvstore.integrations.serve.hints import RoutedHints
 from kvstore.integrations.serve.open_work import OpenWork
 from kvstore.integrations.serve.options import RouterOptions
 from kvstore.integrations.serve.prompts import find_request, load_tokenizer, salt_of, tokens_of
-from kvstore.integrations.serve.source import StoreSource, first_space
+from kvstore.integrations.serve.source import StoreSource, first_count, first_space
 from kvstore.integrations.serve.waiting import Bounded, Learned
 from kvstore.integrations.space_text import space_from_text
 
@@ -46,8 +46,8 @@ _LOG_S = 60.0
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """Ranks replicas by the expected time to the first token: what waits there, what is fetched, what is computed.
 
-    What a replica has comes from the store's directory, by node, and from what this router sent it before. Where
-    neither knows anything, or nothing answers in time, the choice is Ray's: the shorter of two random queues.
+    What a replica has comes from the store's directory, by node, and from what this router sent it before. Where a
+    prompt cannot be read, now or at all, the choice is Ray's: the shorter of two random queues.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -62,6 +62,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self.counts: Counter[str] = Counter()
         self.space = space_from_text(options.space) if options.space else _provisional(options)
         self._is_space_known = options.space is not None
+        self._limit_hints(options.cache_tokens or 0)
         self._tokenizer = Learned("tokenizer", self._load_tokenizer, _PAUSE_S)
         self._learning = Learned("namespace", self._ask_replicas, _PAUSE_S)
         self._reading = Bounded("prompts", options.tokenize_wait_s, num_threads=2, max_open=64)
@@ -95,7 +96,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         if chain is None:
             return
         if chain.namespace_digest == self.space.digest:
-            self.hints.note(chain, name, time.monotonic())
+            self.hints.note(chain, name, self._now_s())
         costs = getattr(pending_request, _COSTS, {})
         num_tokens = costs.get(name, len(chain) * self.space.shape.block_size)
         self._work.begin(pending_request.metadata.internal_request_id, name, num_tokens)
@@ -126,11 +127,12 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         if self._source is not None and self._is_space_known:
             on_nodes = await self._asking.do(self._source.locate, chain)
         by_name = {each.replica_id.unique_id: each for each in random.sample(replicas, len(replicas))}
-        routed = self.hints.prefixes(chain, by_name, time.monotonic())
-        if not on_nodes and not routed:
-            return []
-        self.counts["by_store" if on_nodes else "by_hints"] += 1
-        states = [self._state_of(name, each) for name, each in by_name.items()]
+        now_s = self._now_s()
+        routed = self.hints.prefixes(chain, by_name, now_s)
+        self.counts["by_store" if on_nodes else "by_hints" if routed else "by_load"] += 1
+        # What a store keeps is not lost when an engine's cache drops it.
+        pressures = self.hints.pressures(by_name, now_s) if on_nodes is None else {}
+        states = [self._state_of(name, each, pressures.get(name, 0.0)) for name, each in by_name.items()]
         ranks = rank_replicas(
             states, on_nodes or (), routed, shape=self.space.shape, num_tokens=num_tokens, options=self.options
         )
@@ -138,13 +140,14 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         setattr(pending, _COSTS, {rank.node_id: round(rank.compute_s * speed) for rank in ranks})
         return [[by_name[rank.node_id]] for rank in ranks]
 
-    def _state_of(self, name: str, replica: RunningReplica) -> ReplicaState:
+    def _state_of(self, name: str, replica: RunningReplica, pressure: float) -> ReplicaState:
         queue_len = self.replica_queue_len_cache.get(replica.replica_id)
         return ReplicaState(
             replica=name,
             node_id=replica.node_id or "",
             num_waiting_tokens=self._work.tokens_at(name, queue_len),
             num_running=queue_len or 0,
+            pressure=pressure,
         )
 
     def _forget(self, name: str) -> None:
@@ -170,13 +173,20 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         tokens = tokens_of(request, tokenizer, self.options.chat_template)
         return None if not tokens else (text_hashes(self.space, tokens, salt_of(request)), len(tokens))
 
-    def _adopt(self, space: Namespace | None) -> None:
-        if space is None or (self._is_space_known and space.digest == self.space.digest):
+    def _adopt(self, said: tuple[Namespace, int] | None) -> None:
+        if said is None:
+            return
+        space, cache_tokens = said
+        if self._is_space_known and space.digest == self.space.digest:
             return
         logger.info("%s: blocks of %d tokens, namespace %s", self._deployment_id, space.shape.block_size,
                     space.digest.hex()[:16])  # fmt: skip
         self.space, self._is_space_known = space, True
         self.hints.clear()
+        self._limit_hints(self.options.cache_tokens or cache_tokens)
+
+    def _limit_hints(self, cache_tokens: int) -> None:
+        self.hints.limit_blocks = max(1, cache_tokens // self.space.shape.block_size) if cache_tokens else None
 
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.options.tokenizer)
@@ -184,11 +194,24 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def _open_source(self) -> StoreSource | None:
         return StoreSource(self.options.store, self.options.address) if self.options.store else None
 
-    def _ask_replicas(self) -> Namespace | None:
-        """Ask one replica's engine for its namespace; blocks, for a step of the engine or longer."""
+    def _ask_replicas(self) -> tuple[Namespace, int] | None:
+        """Ask one replica's engine for its namespace and its cache; blocks, for steps of the engine or longer."""
         handle = serve.get_deployment_handle(self._deployment_id.name, self._deployment_id.app_name)
-        said = handle.collective_rpc.remote("raykv_space").result(timeout_s=_SPACE_S)
-        return first_space(said)
+
+        def ask(method: str) -> Any:
+            return handle.collective_rpc.remote(method).result(timeout_s=_SPACE_S)
+
+        space = first_space(ask("raykv_space"))
+        if space is None:
+            return None
+        try:
+            return space, first_count(ask("raykv_cache_tokens"))
+        except Exception as error:  # noqa: BLE001 - an engine of another version; hints then have no other end than their age.
+            logger.info("%s: how much an engine's cache holds is not known: %s", self._deployment_id, error)
+            return space, 0
+
+    def _now_s(self) -> float:
+        return time.monotonic()
 
     def _log_counts(self) -> None:
         now_s = time.monotonic()

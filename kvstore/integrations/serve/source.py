@@ -57,3 +57,8 @@ def first_space(said: Iterable[str]) -> Namespace | None:
             except KVStoreError as error:
                 logger.warning("a replica's namespace is not used: %s", error)
     return None
+
+
+def first_count(said: Iterable[object]) -> int:
+    """Return the least of the counts that an engine's workers say; 0 where none says one."""
+    return min((each for each in said if type(each) is int and each > 0), default=0)

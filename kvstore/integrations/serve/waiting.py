@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
+
+from kvstore.runtime.own_thread import on_thread
 
 T = TypeVar("T")
 
@@ -110,17 +111,3 @@ class Learned(Generic[T]):
             self._value = value
             return
         self._is_due, self._again_s = True, time.monotonic() + self._pause_s
-
-
-def on_thread(name: str, do: Callable[[], T]) -> Future[T]:
-    """Run a function on a thread of its own, which does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(do())
-        except BaseException as error:  # noqa: BLE001 - raised where the future is read.
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future

@@ -17,3 +17,11 @@ class RaykvWorker:
         side = getattr(get_kv_transfer_group(), "worker_side", None)
         space = getattr(getattr(side, "cache", None), "space", None)
         return "" if space is None else space_to_text(space)
+
+    def raykv_cache_tokens(self) -> int:
+        """Return how many tokens this engine's own cache holds; 0 if that is not known."""
+        config = getattr(self, "cache_config", None)
+        num_blocks, block_size = (getattr(config, name, None) or 0 for name in ("num_gpu_blocks", "block_size"))
+        groups = getattr(getattr(getattr(self, "model_runner", None), "kv_cache_config", None), "kv_cache_groups", None)
+        # Each group has blocks of its own for the same tokens.
+        return int(num_blocks * block_size) // max(1, len(groups or ()))

@@ -131,6 +131,6 @@ class StoreLink:
             with self._lock:
                 if not self._stopping.is_set():
                     self._client = client
-                    logger.warning("the store is back, with an empty memory")
+                    logger.warning("the store is back")
                     return
             client.close(_CLOSE_S)

@@ -8,11 +8,16 @@ from kvstore.integrations.serve.choosing import ReplicaState, rank_replicas
 from kvstore.integrations.serve.options import RouterOptions
 
 #: A token is computed in a millisecond; a block, in 4, and fetched in 1.
-OPTIONS = RouterOptions(tokenizer="x", prefill_tokens_per_s=1000.0, fetch_bytes_per_s=SHAPE.block_bytes / 1e-3)
+OPTIONS = RouterOptions(
+    tokenizer="x", prefill_tokens_per_s=1000.0, fetch_bytes_per_s=SHAPE.block_bytes / 1e-3,
+    work_weight=1.0, evict_weight=2.0,
+)  # fmt: skip
 
 
-def state(replica, node_id, num_waiting_tokens=0):
-    return ReplicaState(replica=replica, node_id=node_id, num_waiting_tokens=num_waiting_tokens, num_running=0)
+def state(replica, node_id, num_waiting_tokens=0, pressure=0.0):
+    return ReplicaState(
+        replica=replica, node_id=node_id, num_waiting_tokens=num_waiting_tokens, num_running=0, pressure=pressure
+    )
 
 
 def rank(states, on_nodes=(), routed=None, num_tokens=41):
@@ -53,3 +58,19 @@ def test_equal_replicas_keep_their_order():
 
 def test_blocks_of_a_node_without_a_replica_are_fetched():
     assert rank([state("a", "node 1")], [("node 9", 10)]) == [("a", 0, 10)]
+
+
+def test_a_new_prompt_goes_where_it_pushes_out_what_is_worth_least_and_a_long_queue_outweighs_that():
+    def first(num_waiting_tokens):
+        return rank([state("a", "node 1", num_waiting_tokens), state("b", "node 1", pressure=0.5)])[0][0]
+
+    assert first(0) == "a"
+    # 40 tokens of new blocks, at half the pressure, with a weight of 2.
+    assert first(39) == "a"
+    assert first(41) == "b"
+
+
+def test_blocks_that_a_replica_has_push_out_nothing():
+    states = [state("a", "node 1", pressure=1.0), state("b", "node 1")]
+
+    assert rank(states, [], {"a": 10}) == [("a", 10, 0), ("b", 0, 0)]

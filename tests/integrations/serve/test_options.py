@@ -25,6 +25,9 @@ def test_a_tokenizer_is_enough():
         ({"tokenizer": "x", "hint_ttl_s": float("nan")}, "'hint_ttl_s'"),
         ({"tokenizer": "x", "prefill_tokens_per_s": True}, "'prefill_tokens_per_s'"),
         ({"tokenizer": "x", "fetch_bytes_per_s": -1}, "'fetch_bytes_per_s'"),
+        ({"tokenizer": "x", "evict_weight": -1}, "'evict_weight'"),
+        ({"tokenizer": "x", "cache_tokens": 0}, "'cache_tokens'"),
+        ({"tokenizer": "x", "cache_tokens": 1e4}, "'cache_tokens'"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(given, named):

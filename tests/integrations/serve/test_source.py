@@ -6,7 +6,7 @@ import pytest
 from router_made import SPACE, chain
 
 from kvstore.errors import PeerLost, StoreNotRunning
-from kvstore.integrations.serve.source import StoreSource, first_space
+from kvstore.integrations.serve.source import StoreSource, first_count, first_space
 from kvstore.integrations.space_text import space_to_text
 
 
@@ -52,3 +52,9 @@ def test_the_first_worker_that_knows_its_namespace_counts():
     assert first_space(["", space_to_text(SPACE)]) == SPACE
     assert first_space(["", "{}"]) is None
     assert first_space([]) is None
+
+
+def test_the_worker_that_has_least_room_counts():
+    assert first_count([0, 640, 320]) == 320
+    assert first_count([0, None, True, "64"]) == 0
+    assert first_count([]) == 0

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvstore.integrations.serve.waiting import Bounded, Learned, on_thread
+from kvstore.integrations.serve.waiting import Bounded, Learned
 
 WAIT_S = 20.0
 
@@ -99,8 +99,3 @@ def test_a_failed_attempt_is_made_again_and_what_is_known_can_be_renewed():
     assert get_until(learned, 1)
     learned.renew()
     assert get_until(learned, 2)
-
-
-def test_an_error_of_a_thread_is_in_its_future():
-    with pytest.raises(ValueError, match="invalid literal"):
-        on_thread("raykv-test", lambda: int("x")).result(WAIT_S)
