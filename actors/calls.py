@@ -16,7 +16,7 @@ from ray._private import auto_init_hook
 from ray._private import worker as ray_worker
 
 from kvstore.errors import ForkedClient, KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
-from kvstore.runtime.own_thread import on_thread
+from kvstore.runtime.threads.own_thread import on_thread
 
 #: All actors of raykv live in this Ray namespace.
 RAY_NAMESPACE = "raykv"

@@ -34,7 +34,7 @@ from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
 from kvstore.runtime.life import log_life
-from kvstore.runtime.own_thread import on_thread
+from kvstore.runtime.threads.own_thread import on_thread
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvstore.client.work import Awaited, Work, nothing
 from kvstore.errors import StoreUnavailable
 from kvstore.runtime.parking import Parking
-from kvstore.runtime.thread_pool import ThreadPool
+from kvstore.runtime.threads.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from kvstore.mover.link import MoverLink
 from kvstore.pool.pool import Pool
 from kvstore.remote.peers import PeerBook
 from kvstore.rpc.server import ControlServer
-from kvstore.runtime.store_threads import Blocking, StoreThreads
+from kvstore.runtime.threads.store_threads import Blocking, StoreThreads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

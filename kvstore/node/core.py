@@ -40,7 +40,7 @@ from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.socket_files import remove_stale_sockets
 from kvstore.runtime import clock
 from kvstore.runtime.life import log_life
-from kvstore.runtime.store_threads import StoreThreads
+from kvstore.runtime.threads.store_threads import StoreThreads
 
 logger = logging.getLogger(__name__)
 

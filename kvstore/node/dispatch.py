@@ -33,7 +33,7 @@ from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
 from kvstore.runtime.life import MOST_LINES, log_life
-from kvstore.runtime.store_threads import Blocking
+from kvstore.runtime.threads.store_threads import Blocking
 
 logger = logging.getLogger(__name__)
 

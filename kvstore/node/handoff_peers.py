@@ -22,7 +22,7 @@ from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op, pack_error
 from kvstore.rpc.handoff_messages import decode_end
 from kvstore.runtime.clock import deadline_after
-from kvstore.runtime.store_threads import Blocking
+from kvstore.runtime.threads.store_threads import Blocking
 
 _NO_CLAIM = Claim(0, np.empty(0, np.int32))
 

@@ -44,7 +44,7 @@ from kvstore.rpc.messages import STAGE_BIT, LoadReport, Progress
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 from kvstore.runtime.clock import deadline_after
-from kvstore.runtime.store_threads import Blocking
+from kvstore.runtime.threads.store_threads import Blocking
 
 #: How long the control thread stays awake for the messages that follow the packing of blocks into a stage (that they
 #: are packed, and their reader's claim), and for a fetch that was announced.

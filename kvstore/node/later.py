@@ -12,7 +12,7 @@ from kvstore.errors import KVStoreError, StoreBusy
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import Flag, Message, Op, pack_error
 from kvstore.rpc.messages import LoadReport, Progress
-from kvstore.runtime.store_threads import Blocking, StoreThreads
+from kvstore.runtime.threads.store_threads import Blocking, StoreThreads
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kvstore.rpc.framing import Flag, Message, Op
 from kvstore.rpc.messages import FoundByStore, Progress, decode_ask_load, decode_ask_lookup
 from kvstore.runtime import clock
 from kvstore.runtime.clock import deadline_after
-from kvstore.runtime.store_threads import Blocking
+from kvstore.runtime.threads.store_threads import Blocking
 
 #: Makes the answer to a question about a chain, of which so many blocks are in memory, until a time; None if it
 #: answers later.

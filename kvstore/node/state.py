@@ -15,7 +15,7 @@ from kvstore.remote.fetch import Fetcher
 from kvstore.remote.peers import PeerBook
 from kvstore.remote.shards.links import DirectoryLink
 from kvstore.remote.versions import NamespaceVersions
-from kvstore.runtime.store_threads import StoreThreads
+from kvstore.runtime.threads.store_threads import StoreThreads
 
 
 @dataclass(frozen=True, slots=True)

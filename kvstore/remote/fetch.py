@@ -35,8 +35,8 @@ from kvstore.remote.shards.links import DirectoryLink
 from kvstore.remote.single_flight import Flight, Flights
 from kvstore.runtime import clock
 from kvstore.runtime.rates import MeasuredRate
-from kvstore.runtime.store_threads import StoreThreads
-from kvstore.runtime.thread_pool import ThreadPool
+from kvstore.runtime.threads.store_threads import StoreThreads
+from kvstore.runtime.threads.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from kvstore.remote.peers import Peer, PeerBook, call_s
 from kvstore.remote.single_flight import Flight, Flights
 from kvstore.rpc.messages import NOTIFICATION
 from kvstore.runtime import clock
-from kvstore.runtime.store_threads import Blocking, StoreThreads
+from kvstore.runtime.threads.store_threads import Blocking, StoreThreads
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnector
 
 from kvstore.api import connect
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.runtime.own_thread import on_thread
+from kvstore.runtime.threads.own_thread import on_thread
 
 CONNECTOR = "RaykvConnector"
 _BACKEND = "kvstore.integrations.serve.backend:RaykvBackend"

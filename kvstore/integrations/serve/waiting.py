@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from kvstore.runtime.own_thread import on_thread
+from kvstore.runtime.threads.own_thread import on_thread
 
 T = TypeVar("T")
 

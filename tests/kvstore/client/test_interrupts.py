@@ -19,7 +19,7 @@ from kvstore.client.work import Work, in_one_step
 from kvstore.errors import JobAbandoned, JobRunning, KVStoreError, RegistrationFailed, StoreBusy
 from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import AskLookup
-from kvstore.runtime.thread_pool import ThreadPool
+from kvstore.runtime.threads.thread_pool import ThreadPool
 
 N = 4
 #: Of one operation, in the suite.

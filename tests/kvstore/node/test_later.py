@@ -11,7 +11,7 @@ from kvstore.errors import PoolExhausted, StoreBusy
 from kvstore.node import later
 from kvstore.node.later import SharedAnswer, answer_later
 from kvstore.rpc.framing import Flag, Message, Op, unpack_error
-from kvstore.runtime.store_threads import Blocking, StoreThreads
+from kvstore.runtime.threads.store_threads import Blocking, StoreThreads
 
 WITHIN_S = 10.0
 

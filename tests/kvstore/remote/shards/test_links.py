@@ -16,7 +16,7 @@ from kvstore.remote.shards.links import link_to_directory
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.framing import Op
 from kvstore.runtime import clock
-from kvstore.runtime.store_threads import Blocking
+from kvstore.runtime.threads.store_threads import Blocking
 
 SPACE = b"n" * 32
 NUM_SHARDS = 3

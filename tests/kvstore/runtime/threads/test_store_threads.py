@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.client.results import MissReason
 from kvstore.errors import StoreBusy, TransferTimeout
-from kvstore.runtime.store_threads import _MAX_QUEUED, _NUM_THREADS, Blocking, StoreThreads
+from kvstore.runtime.threads.store_threads import _MAX_QUEUED, _NUM_THREADS, Blocking, StoreThreads
 
 
 @pytest.fixture

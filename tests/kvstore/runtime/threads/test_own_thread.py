@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvstore.runtime.own_thread import on_thread
+from kvstore.runtime.threads.own_thread import on_thread
 
 WAIT_S = 20.0
 

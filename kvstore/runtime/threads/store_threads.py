@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
-from kvstore.runtime.thread_pool import ThreadPool
+from kvstore.runtime.threads.thread_pool import ThreadPool
 
 _MAX_QUEUED = 256
 

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from kvstore.runtime.thread_pool import ThreadPool
+from kvstore.runtime.threads.thread_pool import ThreadPool
 
 LIMIT_S = 20.0
 
@@ -122,7 +122,7 @@ def test_it_keeps_nothing_of_what_it_has_run(pool):
 def test_the_interpreter_ends_after_what_was_taken():
     program = """
 import time
-from kvstore.runtime.thread_pool import ThreadPool
+from kvstore.runtime.threads.thread_pool import ThreadPool
 pool = ThreadPool(1, "raykv-test")
 for number in range(3):
     pool.run(lambda number=number: (time.sleep(0.1), print(number, flush=True)))
@@ -136,7 +136,7 @@ print("end", flush=True)
 def test_a_forked_child_ends_without_the_threads_of_its_parent():
     program = """
 import os, sys, time
-from kvstore.runtime.thread_pool import ThreadPool
+from kvstore.runtime.threads.thread_pool import ThreadPool
 pool = ThreadPool(1, "raykv-test")
 pool.run(lambda: time.sleep(0.1))
 child = os.fork()
