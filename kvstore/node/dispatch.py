@@ -85,7 +85,8 @@ class NodeControl:
     @property
     def num_calls(self) -> dict[str, int]:
         """Number of served messages, by kind."""
-        return {op.name: count for op, count in self.server.num_served.items()}
+        served = self.server.num_served.copy()  # In one step: its thread goes on counting.
+        return {op.name: count for op, count in served.items()}
 
     def start(self, path: str, host: str) -> None:
         """Listen for workers at `path`, and for peers at `host`. The system chooses the port."""
