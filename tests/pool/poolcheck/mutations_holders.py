@@ -168,8 +168,8 @@ HOLDERS = (
         "hard pin treated as soft",
         "ours",
         POOL,
-        "grant = self.leases.pin(chain, owner, deadline_s, kind)",
-        "grant = self.leases.pin(chain, owner, deadline_s, PinKind.SOFT)",
+        "grant = self.leases.pin(chain, owner, deadline_s, kind, tenant=number)",
+        "grant = self.leases.pin(chain, owner, deadline_s, PinKind.SOFT, tenant=number)",
         f"{POOL_PINS}::test_a_hard_pin_is_never_evicted_and_ends_only_by_hand_or_with_its_owner",
     ),
     bug(
