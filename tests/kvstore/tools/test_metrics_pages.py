@@ -34,6 +34,12 @@ def test_a_panel_asks_for_tags_that_its_metrics_have(target):
     assert query.count("(") == query.count(")")
 
 
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target["legendFormat"])
+def test_a_query_is_one_that_prometheus_reads(target):
+    """After `group_left` it takes parentheses for a list of labels: these have to be there, and empty."""
+    assert re.search(r"group_(left|right) *\((?! *\))", target["expr"]) is None
+
+
 def test_counters_are_shown_as_rates_and_gauges_as_they_are():
     for target in TARGETS:
         for name, metric in SHOWN.items():
