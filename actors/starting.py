@@ -263,8 +263,8 @@ def check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> Sto
         raise _other_version(running, f": {error}") from error
     if text := config.differences(theirs) if config else "":
         raise IncompatibleStore(
-            f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, stop it first, or "
-            "choose another name="
+            f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, change it "
+            "with Store.restart(), stop it first, or choose another name="
         )
     return theirs
 

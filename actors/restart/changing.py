@@ -34,7 +34,7 @@ def changed(config: StoreConfig, changes: Mapping[str, Any]) -> StoreConfig:
     }
     StoreConfig.check_names(wanted)
     if wanted.get("name", config.name) != config.name:
-        raise ConfigError(f"name: wanted {config.name!r}, which a restart keeps, got {wanted['name']!r}; start another")
+        raise ConfigError(f"a restart keeps the name {config.name!r}, got {wanted['name']!r}; start another store")
     shards = wanted.get("num_directory_shards", config.num_directory_shards)
     if shards != config.num_directory_shards:
         raise ConfigError(
@@ -55,7 +55,7 @@ def check_room(config: StoreConfig, nodes: Mapping[str, Mapping[str, float]]) ->
     if too_small:
         raise ConfigError(
             f"wanted {config.capacity_bytes} bytes on every node, got nodes with less Ray memory: {too_small}; lower "
-            "capacity="
+            "capacity_bytes"
         )
 
 

@@ -77,7 +77,10 @@ def connect_local(
         sock.connect(path)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have.
         sock.close()
-        raise StoreNotRunning(f"no node store answers at {path} ({error}); start one with kvstore.start()") from error
+        raise StoreNotRunning(
+            f"no node store answers at {path} ({error}); if the store was restarted, make a new client, else start one "
+            "with kvstore.start()"
+        ) from error
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.geteuid():
         sock.close()

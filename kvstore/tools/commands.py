@@ -26,6 +26,7 @@ _OWN_WORDS = (
     (r"kvstore\.start\(name=('[^']*')\)", r"`kvstore start --name \1`"),
     (r"kvstore\.start\(\)", "`kvstore start`"),
     (r"\bconnect\(\) to it", "use it as it runs"),
+    (r"\bwith Store\.restart\(\)", "with `kvstore restart --set`"),
     (r"\baddress='local'", "`kvstore start --local`"),
     (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
     (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),

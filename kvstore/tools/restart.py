@@ -33,7 +33,8 @@ def setting_of(text: str) -> tuple[str, Any]:
     try:
         found = json.loads(value)
     except ValueError as error:
-        raise ConfigError(f"--set {name}: wanted a number, true or false, got {value!r}") from error
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise ConfigError(f"--set {name}: wanted {kind}, got {value!r}") from error
     return name, float(found) if isinstance(default, float) and type(found) is int else found
 
 
@@ -44,8 +45,14 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
     @NAME
     @ADDRESS
     @click.option("--node", "node_ids", multiple=True, metavar="ID", help="This node only; may be repeated.")
-    @click.option("--set", "changes", multiple=True, metavar="NAME=VALUE", help="Change a setting; may be repeated.")
-    @click.option("--cold", is_flag=True, help="Begin empty.")
+    @click.option(
+        "--set",
+        "changes",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Change a setting, by its name in docs/api.md, like capacity_bytes=8GiB; may be repeated.",
+    )
+    @click.option("--cold", is_flag=True, help="Begin with empty memory; a disk tier keeps its blocks.")
     @click.option(
         "--wait",
         "wait_s",
@@ -67,11 +74,11 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
         """Restart the node stores one after the other, with changed settings or another version of raykv.
 
         Each next store takes over the memory of the one before, with its blocks, where that is safe. The result says
-        so for each node, or why it begins empty.
+        so for each node, or why it begins empty. Clients of the store before have to be made anew.
         """
         wanted = dict(map(setting_of, changes))
         with progress() as say:
-            say("restarting")
+            say(f"restarting store {name!r}")
             found = connect(name, address).restart(list(node_ids) or None, cold=cold, wait_s=wait_s, **wanted)
         if as_json:
             click.echo(json.dumps(found))

@@ -98,6 +98,10 @@ def test_an_error_is_one_object_with_json(monkeypatch):
             "(capacity_bytes: wanted 134217728 (128 MiB)); use it as it runs, stop it first, or another --name",
         ),
         (
+            IncompatibleStore("change it with Store.restart(), stop it first"),
+            "change it with `kvstore restart --set`, stop it first",
+        ),
+        (
             ConfigError("wanted 966367641600 bytes; lower capacity= or"),
             "966367641600 (900 GiB) bytes; lower --capacity or",
         ),

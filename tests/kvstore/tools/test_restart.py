@@ -39,6 +39,14 @@ def test_what_is_no_setting_is_refused(text):
         setting_of(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("lease_ttl_s=long", "wanted a number, got"), ("metrics=maybe", "wanted true or false, got")]
+)
+def test_a_refusal_names_the_kind_of_value_that_the_setting_takes(text, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        setting_of(text)
+
+
 class Store:
     def __init__(self, calls):
         self.calls = calls
