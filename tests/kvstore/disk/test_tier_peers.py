@@ -151,7 +151,8 @@ def test_two_nodes_ask_each_other_at_once(start, cluster):
 
 def test_more_loads_than_threads_ask_each_other_at_once(start, cluster):
     """A16 again, now each node has so many loads under way that no thread of theirs is left to answer the other."""
-    settings = {"call_timeout_s": SOON_S, "capacity_bytes": 1 << 20}
+    # So many at once take long on a busy machine, and time is not what is asked here.
+    settings = {"call_timeout_s": SOON_S, "transfer_timeout_s": 6 * SOON_S, "capacity_bytes": 1 << 20}
     store, other, num_loads = start("a", **settings), start("b", **settings), 48
     mine, theirs = ([cluster.hashes(1, seed=base + i) for i in range(num_loads)] for base in (100, 200))
     for i in range(num_loads):
@@ -165,7 +166,7 @@ def test_more_loads_than_threads_ask_each_other_at_once(start, cluster):
     for i in range(num_loads):
         jobs.append(store.worker.client.load(theirs[i], [HALF + i]))
         jobs.append(other.worker.client.load(mine[i], [HALF + i]))
-    assert [job.result(2 * SOON_S).num_blocks for job in jobs] == [1] * 2 * num_loads
+    assert [job.result(6 * SOON_S).num_blocks for job in jobs] == [1] * 2 * num_loads
 
 
 def test_two_nodes_ask_each_other_for_what_both_have_on_disk(start, cluster, monkeypatch):
