@@ -49,6 +49,12 @@ class Subscriber:
                 return found
             found.append((int.from_bytes(sequence, "big"), payload))
 
+    def begin_anew(self):
+        """Forget all, and begin with what is kept; its first batch has to say that no block is here."""
+        (self.next, _), *_ = replayed = self.replayed(0)
+        assert msgpack.decode(replayed[0][1])[1] == [{"type": "AllBlocksCleared"}]
+        self.catch_up()
+
     def catch_up(self):
         for sequence, payload in self.replayed(self.next):
             assert sequence == self.next, "a replay has a gap"

@@ -232,6 +232,19 @@ def test_a_fetch_that_is_given_up_before_it_began_leaves_nothing(cluster, warm, 
     assert fetch(target, source.client.publish([1]), [1]).num_blocks == 1, "its connection is another one"
 
 
+def test_a_fetch_whose_client_left_while_its_source_was_asked_uses_no_ticket(cluster, warm, wait_until):
+    source, target = warm
+    fetcher, ticket = cluster.nodes["b"].control.handoffs.fetcher, source.client.prepare_ticket(6)
+    job = target.client.fetch(ticket, list(range(6)))
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 1)
+    ((_, owner),) = fetcher.users()
+    assert fetcher.release_owner(owner) == 1
+    source.client.publish(range(6), ticket=ticket)
+    assert reason(job.result(20)) is MissReason.ABANDONED
+    assert fetch(target, ticket, range(6)).num_blocks == 6
+    nothing_held(cluster, wait_until)
+
+
 class Connection:
     """A connection to a source whose answer is `answer` once the test sets it."""
 

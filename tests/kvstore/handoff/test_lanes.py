@@ -1,12 +1,15 @@
 """Fetches over a lane that nobody has measured, and READs that do not end."""
 
 import re
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore.client.results import MissReason
 from kvstore.errors import TransferTimeout
-from kvstore.handoff.lanes import StageLanes
+from kvstore.handoff.lanes import StageLane, StageLanes
+from kvstore.runtime import clock
 from tests.kvstore.handed_off import Held, fetch, reason, same
 from tests.kvstore.handoff.host_stages import nothing_held
 
@@ -69,3 +72,64 @@ def test_who_waits_for_another_ones_measurement_does_so_for_its_own_time(cluster
     for ticket in tickets:
         assert fetch(target, ticket, range(4)).num_blocks == 4
     nothing_held(cluster, wait_until)
+
+
+PEER = SimpleNamespace(node_id="p", epoch=b"e" * 8, client=SimpleNamespace(call=lambda op, timeout_s: b""))
+STAGE = SimpleNamespace(slab=b"s", generation=1)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Lanes from a peer with one stage, whose measurements are what a test appends."""
+    measured = []
+
+    def measure(lanes, name, description, generation, num_warm, stage, until_s, silence):
+        measured.pop(0)(until_s, silence)
+        return StageLane(name, description, generation, 0.0, "it failed", 0.0)
+
+    monkeypatch.setattr("kvstore.handoff.lanes.stages_of", lambda answer, slab: [(7, 1, 1, None)])
+    monkeypatch.setattr(StageLanes, "_measure", measure)
+    return measured
+
+
+def test_reads_that_measure_have_some_time_however_little_the_fetch_has(measured):
+    given_s = []
+    measured.append(lambda until_s, silence: given_s.append(until_s - before_s))
+    before_s = clock.now_s()
+    StageLanes(None, None).find(PEER, 7, STAGE, 1.0, before_s)
+    assert given_s[0] >= 1.0
+
+
+def test_a_lane_that_was_measured_has_no_silence_left(measured):
+    lanes, silent_s = StageLanes(None, None), []
+    measured.append(lambda until_s, silence: silence.add("lane", clock.now_s() - 5.0))
+    measured.append(lambda until_s, silence: silent_s.append(silence.total_s()))
+    for _ in range(2):
+        lanes.find(PEER, 7, STAGE, 1.0, clock.now_s())
+    assert silent_s == [0.0]
+
+
+def test_the_wait_for_another_ones_measurement_ends_before_that_does(measured, monkeypatch):
+    monkeypatch.setattr("kvstore.handoff.lanes._LEAST_S", 0.01)
+    lanes, begun, goes_on, ends = StageLanes(None, None), threading.Event(), threading.Event(), threading.Event()
+    measured.append(lambda until_s, silence: (begun.set(), goes_on.wait(60)))
+    measured.append(lambda until_s, silence: None)
+
+    def wait_for_it():
+        with pytest.raises(TransferTimeout, match="another fetch measures"):
+            lanes.find(PEER, 7, STAGE, 1.0, clock.now_s())
+        ends.set()
+
+    both = [
+        threading.Thread(target=lanes.find, args=(PEER, 7, STAGE, 1.0, clock.now_s()), daemon=True),
+        threading.Thread(target=wait_for_it, daemon=True),
+    ]
+    try:
+        both[0].start()
+        assert begun.wait(20)
+        both[1].start()
+        assert ends.wait(20)
+    finally:
+        goes_on.set()
+        for each in both:
+            each.join(20)

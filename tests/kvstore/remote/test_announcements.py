@@ -132,3 +132,12 @@ def test_whatever_happens_in_between_the_reader_ends_with_what_the_pool_holds(st
     assert reader.known == set(pool.resident_hashes())
     assert reader.coming is None
     assert max(reader.sizes) <= piece_blocks
+
+
+def test_a_full_announcement_that_was_looked_for_twice_still_begins():
+    pool = Pool(64)
+    store(pool, TOKENS[:5])
+    announcements = following(pool, 8)
+    assert announcements.has_news()
+    assert announcements.has_news()
+    assert announcements.next({}).begins

@@ -10,36 +10,17 @@ import pytest
 
 zmq = pytest.importorskip("zmq")
 
-from event_subscriber import SOON_S, Subscriber  # noqa: E402
+from event_subscriber import SOON_S  # noqa: E402
 
 from kvstore.blocks.chain import BlockHashes  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
+from kvstore.node.events.changes import PoolChanges  # noqa: E402
+from kvstore.node.events.outlet import Limits  # noqa: E402
 from kvstore.node.events.publisher import EventPublisher  # noqa: E402
 from kvstore.pool.pool import Pool  # noqa: E402
 
 ADDRESSES = {"events_endpoint": "tcp://127.0.0.1:0", "events_replay_endpoint": "tcp://127.0.0.1:0"}
 NUM_BLOCKS = 16
-
-
-@pytest.fixture
-def subscribe():
-    """Subscribe to a node's events."""
-    made = []
-
-    def subscribe(core, **settings):
-        made.append(Subscriber(core.stats()["events"] if hasattr(core, "pool") else core.stats(), **settings))
-        return made[-1]
-
-    yield subscribe
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
-def publisher():
-    made = EventPublisher(*ADDRESSES.values(), "n", "s")
-    yield made
-    made.stop()
 
 
 @pytest.fixture
@@ -59,8 +40,8 @@ def save(core, *runs):
         core.worker.save(run, range(len(run)))
 
 
-def num_resident_bytes():
-    with open("/proc/self/statm", encoding="ascii") as file:
+def num_resident_bytes(pid):
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -175,9 +156,8 @@ def test_a_tier_on_disk_has_a_medium_of_its_own_also_after_a_restart(cluster, su
     subscriber.read_until(lambda: not subscriber.here["STORAGE"])
 
 
-def test_a_slow_subscriber_loses_batches_sees_it_and_recovers(cluster, monkeypatch, subscribe, wait_until):
-    monkeypatch.setattr("kvstore.node.events.publisher._MOST_UNREAD", 1)
-    publisher, pool = EventPublisher(*ADDRESSES.values(), "n", "s"), Pool(4096)
+def test_a_slow_subscriber_loses_batches_sees_it_and_recovers(cluster, subscribe, wait_until):
+    publisher, pool = EventPublisher(*ADDRESSES.values(), "n", "s", Limits(num_unread=1)), Pool(4096)
     try:
         subscriber, chain = subscribe(publisher, RCVHWM=1, RCVBUF=1 << 12), cluster.hashes(4096)
         publisher.follow([(pool, "CPU")])
@@ -243,8 +223,8 @@ def test_nonsense_is_counted_and_not_answered(publisher, subscribe):
     assert publisher.stats()["num_replays"] == 1
 
 
-def test_what_is_kept_for_replays_is_bounded(publisher, subscribe, monkeypatch):
-    monkeypatch.setattr("kvstore.node.events.publisher._MOST_KEPT", 3)
+def test_what_is_kept_for_replays_is_bounded(publish, subscribe):
+    publisher = publish(num_kept=3)
     subscriber = subscribe(publisher)
     subscriber.catch_up()
     for count in range(2, 8):
@@ -262,7 +242,8 @@ def test_one_that_asks_again_and_reads_nothing_costs_no_memory_for_each_answer(p
     for count in range(1, 9):
         publisher.follow([(pool, "CPU")])
         wait_until(lambda count=count: publisher.stats()["num_batches"] > 8 * count)
-    before, num_asked = num_resident_bytes(), 40  # Each answer has 8 MiB.
+    pid = publisher.stats()["pid"]
+    before, num_asked = num_resident_bytes(pid), 40  # Each answer has 8 MiB.
     with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
         for name, value in {"LINGER": 0, "RCVHWM": 1, "RCVBUF": 4096}.items():
             asker.setsockopt(getattr(zmq, name), value)
@@ -270,11 +251,11 @@ def test_one_that_asks_again_and_reads_nothing_costs_no_memory_for_each_answer(p
         for _ in range(num_asked):
             asker.send_multipart([b"", bytes(8)])
         wait_until(lambda: publisher.stats()["num_replays"] == num_asked)
-        assert num_resident_bytes() - before < 64 << 20
+        assert num_resident_bytes(pid) - before < 64 << 20
 
 
-def test_what_is_kept_for_replays_is_bounded_in_bytes_too(publisher, subscribe, monkeypatch):
-    monkeypatch.setattr("kvstore.node.events.publisher._MOST_KEPT_BYTES", 100)
+def test_what_is_kept_for_replays_is_bounded_in_bytes_too(publish, subscribe):
+    publisher = publish(num_kept_bytes=100)
     subscriber = subscribe(publisher)
     subscriber.catch_up()
     for count in range(2, 12):
@@ -297,4 +278,23 @@ def test_after_a_round_that_failed_a_subscriber_is_told_all_anew(publisher, subs
         pool.complete_store(pool.prepare_store(chain.head(4), "writer").write_id, "writer")
         wait_until(lambda: publisher.stats()["num_failures"])
     pool.complete_store(pool.prepare_store(chain, "writer").write_id, "writer")
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain))
+
+
+def test_a_change_during_a_round_wakes_the_next_one(publisher, subscribe, monkeypatch):
+    monkeypatch.setattr("kvstore.node.events.publisher._LOOK_MS", 600_000)
+    pool, subscriber = Pool(8), subscribe(publisher)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 * 8))
+    publisher.follow([(pool, "CPU")])
+    pool.complete_store(pool.prepare_store(chain.head(2), "writer").write_id, "writer")
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain.head(2)))
+    real, rest = PoolChanges.events, [chain, chain.head(6)]
+
+    def change_meanwhile(source, changes):
+        yield from real(source, changes)
+        if rest:
+            pool.complete_store(pool.prepare_store(rest.pop(), "writer").write_id, "writer")
+
+    monkeypatch.setattr(PoolChanges, "events", change_meanwhile)
+    pool.complete_store(pool.prepare_store(chain.head(4), "writer").write_id, "writer")
     subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain))

@@ -70,6 +70,9 @@ def test_a_hole_that_a_probe_meets_is_noticed():
     holed = set(range(1000)) - {499}
     assert probed([set(range(600))], 1000)[0] is not None
     assert probed([set(range(10)), holed], 1000)[0] is None
+    island = set(range(100)) | set(range(700, 800))
+    assert probed([island], 1000)[0] == {0: 100}
+    assert probed([island, set(range(760))], 1000)[0] is None, "a probe for the other one meets the island"
 
 
 def test_of_many_different_cuts_no_more_than_so_many_are_probed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 from directory_client import connect, tell
@@ -12,7 +13,7 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.errors import ProtocolError
 from kvstore.pool.pool import Pool
 from kvstore.remote.directory import DirectoryServer
-from kvstore.remote.shards.links import link_to_directory
+from kvstore.remote.shards.links import ShardedHints, link_to_directory
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.framing import Op
 from kvstore.runtime import clock
@@ -373,3 +374,38 @@ def test_nodes_with_two_shards_find_and_load_each_others_blocks(cluster, wait_un
         assert two.client.lookup(chain).num_blocks == 4
         assert two.load(chain, range(4 * number, 4 * number + 4)).num_peer == 4
     assert [two.block(at) for at in range(32)] == [one.block(at) for at in range(32)]
+
+
+def test_another_life_of_any_shard_is_another_life_of_the_directory(shards, wait_until):
+    pool = Pool(64, has_roots=True)
+    one = shards.link("a", pool)
+    for number in range(NUM_SHARDS):
+        before = one.met
+        shards.restart(number)
+        put(pool, chain_in(number))
+
+        def is_another(before=before):
+            one.publish_soon()
+            return one.met != before
+
+        wait_until(is_another)
+
+
+def test_a_shard_without_news_tells_of_clearings_that_it_heard_of(shards, wait_until, monkeypatch):
+    monkeypatch.setattr("kvstore.remote.directory_link._HEARTBEAT_S", 0.05)
+    one, (_, versions) = shards.link("a", Pool(64, has_roots=True)), shards.links[0]
+    publish(one)
+    shards.servers[2].versions.advance(SPACE, 7)
+    wait_until(lambda: versions.get(SPACE) == 7)
+
+
+def test_all_links_begin_to_stop_before_one_is_waited_for():
+    calls = []
+
+    def link(number):
+        return SimpleNamespace(
+            has_met=None, end_soon=lambda: calls.append(("begins", number)), stop=lambda: calls.append(("ends", number))
+        )
+
+    ShardedHints([link(number) for number in range(2)]).stop()
+    assert calls == [("begins", 0), ("begins", 1), ("ends", 0), ("ends", 1)]

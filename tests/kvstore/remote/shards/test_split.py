@@ -46,6 +46,7 @@ def test_a_root_names_one_shard_and_an_unknown_root_none():
 
 def test_answers_of_several_shards_are_one_with_the_longest_prefix_of_each_node():
     assert merged([[("b", 3), ("a", 1)], [], [("a", 2), ("c", 2)]]) == [("b", 3), ("a", 2), ("c", 2)]
+    assert merged([[("a", 3)], [("a", 1)]]) == [("a", 3)]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -165,6 +166,17 @@ def test_after_lost_changes_a_block_that_was_told_to_all_is_told_to_its_shard_al
     assert [part.resident_hashes() for part in split.parts] == [[]] * NUM_SHARDS
     pool.table.index.events.max_hashes = 100
     put(pool, chain)
+    told = [part.drain_events() for part in split.parts]
+    assert [len(each) for each in told] == [2 * (number == chain.root_key % NUM_SHARDS) for number in range(NUM_SHARDS)]
+
+
+def test_other_blocks_are_divided_by_their_own_roots_also_those_that_were_told_to_all_before():
+    pool, other, split, chain = Pool(8, has_roots=True), Pool(8, has_roots=True), Split(NUM_SHARDS), chain_of(1, 2)
+    split.follow(pool)
+    put(pool, BlockHashes(SPACE, chain[0], 1, chain.data[32:]), needs_parent=False)
+    assert all(part.drain_events() for part in split.parts)
+    split.follow(other)
+    put(other, chain)
     told = [part.drain_events() for part in split.parts]
     assert [len(each) for each in told] == [2 * (number == chain.root_key % NUM_SHARDS) for number in range(NUM_SHARDS)]
 
