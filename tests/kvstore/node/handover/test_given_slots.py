@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
 import pytest
 from inner_parts import parts_of
 
-from kvstore.errors import StoreUnavailable
+from kvstore.errors import KVStoreError, StoreUnavailable
 from kvstore.node.handover import giving, holder, processes, taking
 from kvstore.node.handover.transfer import handover_path
 from kvstore.remote.directory import DirectoryServer
@@ -63,6 +64,38 @@ def test_no_worker_gets_slots_after_those_that_have_some_were_noted(cluster, liv
     monkeypatch.setattr(core.control.server, "end", put_back_before)
     beginning = lives.go_on()
     assert (beginning.num_held_slots, len(refused)) == (0, 1)
+
+
+def test_a_worker_that_gets_slots_just_before_the_server_ends_is_waited_for(cluster, lives, monkeypatch):
+    core, worker, hashes = cluster.nodes[NODE], cluster.worker(NODE), cluster.hashes(4)
+    worker.save(hashes[:2], range(2))
+    late = cluster.worker(NODE, seed=2)
+    claim, end, begun, go = core.pool.prepare_store, core.control.server.end, threading.Event(), threading.Event()
+
+    def claim_late(*args, **options):
+        begun.set()
+        assert go.wait(20)
+        return claim(*args, **options)
+
+    def end_after_the_claim(timeout_s):
+        go.set()
+        return end(timeout_s)
+
+    monkeypatch.setattr(core.pool, "prepare_store", claim_late)
+    monkeypatch.setattr(core.control.server, "end", end_after_the_claim)
+
+    def ask():
+        with contextlib.suppress(KVStoreError):  # The answer may be lost with the server.
+            prepare(late, hashes)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert begun.wait(20)
+    assert lives.give(wait_s=0.0).num_held_slots == 2
+    asking.join(20)
+    lives.take()
+    (use,) = cluster.nodes[NODE].old.processes.uses()
+    assert [processes.pid_of(pidfd) for pidfd in use.pidfds] == [os.getpid()]
 
 
 def test_a_holder_that_ends_during_the_drain_costs_nothing(cluster, lives, monkeypatch):
