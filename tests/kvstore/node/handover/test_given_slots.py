@@ -178,12 +178,40 @@ def test_after_a_restart_of_the_directory_which_may_have_forgotten_a_clearing_no
     assert cluster.client(NODE).lookup(hashes, remote=False).num_local == 0
 
 
-def test_slots_of_a_process_that_did_not_come_with_the_index_begin_an_empty_store(cluster, lives, monkeypatch):
+@pytest.mark.parametrize("place", [1, 98])
+def test_slots_of_a_process_that_did_not_come_with_the_index_begin_an_empty_store(cluster, lives, monkeypatch, place):
     worker, hashes = cluster.worker(NODE), cluster.hashes(4)
     worker.save(hashes[:2], range(2))
     prepare(worker, hashes)
-    monkeypatch.setattr(
-        giving.UserProcesses, "held", lambda self, entry, *_: giving.Held(0.0, entry.slots.tobytes(), (99,))
-    )
+
+    def named(self, entry, *_):
+        return giving.Held(0.0, entry.slots.tobytes(), (len(self.pidfds) - 1 + place,))
+
+    monkeypatch.setattr(giving.UserProcesses, "held", named)
     beginning = lives.go_on()
     assert (beginning.is_warm, "did not come with it" in beginning.why_cold) == (False, True)
+
+
+def test_a_directory_that_is_met_after_the_last_grant_is_not_the_one_that_the_blocks_go_by(cluster, lives, monkeypatch):
+    cluster.worker(NODE).save(cluster.hashes(2), range(2))
+    core = cluster.nodes[NODE]
+    freeze, told = core.pool.freeze, core.state.hints.met
+
+    def freeze_then_meet():
+        image = freeze()
+        core.state.hints.met = b"another life"
+        return image
+
+    monkeypatch.setattr(core.pool, "freeze", freeze_then_meet)
+    messages, seal = [], giving.seal
+    monkeypatch.setattr(giving, "seal", lambda message: messages.append(message) or seal(message))
+    lives.give()
+    assert [message.directory for message in messages] == [told]
+
+
+def test_a_store_that_is_stopped_while_it_is_drained_gives_nothing(cluster, lives, monkeypatch):
+    core = cluster.nodes[NODE]
+    cluster.worker(NODE).save(cluster.hashes(2), range(2))
+    monkeypatch.setattr(core, "drain", lambda timeout_s: core.stop())
+    with pytest.raises(StoreUnavailable, match="being stopped"):
+        lives.give()
