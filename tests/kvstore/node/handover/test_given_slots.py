@@ -98,6 +98,40 @@ def test_a_worker_that_gets_slots_just_before_the_server_ends_is_waited_for(clus
     assert [processes.pid_of(pidfd) for pidfd in use.pidfds] == [os.getpid()]
 
 
+def test_a_publisher_in_the_middle_of_its_copies_is_waited_for(cluster, lives, monkeypatch):
+    publisher, begun, go = cluster.worker(NODE), threading.Event(), threading.Event()
+    publisher.save(cluster.hashes(2), range(2))
+
+    def copy(*_):
+        begun.set()
+        assert go.wait(20)
+
+    monkeypatch.setattr(parts_of(publisher.client).copier, "into_slots", copy)
+    publication = publisher.client.begin_publish(range(8))
+    assert begun.wait(20)
+    assert lives.go_on(wait_s=0.0).num_held_slots == 8
+    (use,) = cluster.nodes[NODE].old.processes.uses()
+    assert [processes.pid_of(pidfd) for pidfd in use.pidfds] == [os.getpid()]
+    go.set()
+    with pytest.raises(KVStoreError):
+        publication.job.result(20)
+
+
+def test_a_client_that_has_left_its_fetch_is_not_waited_for(cluster, lives, monkeypatch, wait_until):
+    cluster.add("b", **SETTINGS)
+    publisher, reader, go = cluster.worker("b", seed=1), cluster.worker(NODE, seed=2), threading.Event()
+    monkeypatch.setattr(parts_of(publisher.client).copier, "into_slots", lambda *_: go.wait(20))
+    publication = publisher.client.begin_publish(range(4))
+    reader.client.fetch(publication.ticket, list(range(4)))
+    fetcher = cluster.nodes[NODE].control.handoffs.fetcher
+    wait_until(fetcher.users)
+    ((slots, client),) = fetcher.users()
+    assert client.startswith("client-")
+    fetcher.release_owner(client)
+    assert fetcher.users() == [(slots, "")]
+    go.set()
+
+
 def test_a_holder_that_ends_during_the_drain_costs_nothing(cluster, lives, monkeypatch):
     core, worker, hashes = cluster.nodes[NODE], cluster.worker(NODE), cluster.hashes(4)
     worker.save(hashes, range(4))

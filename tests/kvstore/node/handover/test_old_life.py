@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from inner_parts import parts_of
 
 from kvstore.blocks.codec import encode
 from kvstore.node.handover import taking
-from kvstore.node.handover.old_life import OldLife
+from kvstore.node.pool_service import PoolService
+from kvstore.remote.directory_link import Hints
 from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import Prepare, decode_ticket
 from tests.kvstore.node.handover.lives import NODE, SETTINGS, Lives
@@ -28,16 +31,26 @@ def lives(cluster, ended):
     return Lives(cluster)
 
 
-def watch_adoption(monkeypatch, before=lambda state: None, after=lambda state: None):
-    """Call these with the state of the next life, around its adoption of blocks and before it meets the directory."""
-    adopt = OldLife._adopt
+@pytest.fixture
+def seen(monkeypatch):
+    """Looks at the next life's pool service after it took blocks over, and before it meets the directory."""
+    adopt, start = PoolService.adopt, Hints.start
+    made = SimpleNamespace(before=lambda service: None, look=lambda service: None, found=[])
+    services = []
 
-    def adopt_between(self, state):
-        before(state)
-        adopt(self, state)
-        after(state)
+    def adopt_here(self, *args):
+        made.before(self)
+        services.append(self)
+        adopt(self, *args)
 
-    monkeypatch.setattr(OldLife, "_adopt", adopt_between)
+    def start_here(self, *args):
+        made.found += [made.look(service) for service in services]
+        services.clear()
+        start(self, *args)
+
+    monkeypatch.setattr(PoolService, "adopt", adopt_here)
+    monkeypatch.setattr(Hints, "start", start_here)
+    return made
 
 
 def test_the_end_of_the_old_store_and_of_its_mover_is_waited_for(cluster, lives, ended):
@@ -46,13 +59,12 @@ def test_the_end_of_the_old_store_and_of_its_mover_is_waited_for(cluster, lives,
     assert len(set(ended)) == 2
 
 
-def test_clearings_of_the_old_life_are_known_before_the_directory_is_met(cluster, lives, monkeypatch):
+def test_clearings_of_the_old_life_are_known_before_the_directory_is_met(cluster, lives, seen):
     cluster.worker(NODE).save(cluster.hashes(2), range(2))
     cluster.nodes[NODE].state.pool_service.clear(cluster.space.digest)
-    known = []
-    watch_adoption(monkeypatch, after=lambda state: known.append(state.versions.get(cluster.space.digest)))
+    seen.look = lambda service: service.versions.get(cluster.space.digest)
     lives.go_on()
-    assert known == [1]
+    assert seen.found == [1]
 
 
 def test_what_was_computed_before_a_clearing_of_the_old_life_is_refused_in_the_next(cluster, lives):
@@ -69,17 +81,13 @@ def test_what_was_computed_before_a_clearing_of_the_old_life_is_refused_in_the_n
     assert len(ticket.slots) == 0
 
 
-def test_a_later_clearing_that_the_disk_knows_clears_the_blocks_in_memory(cluster, lives, monkeypatch):
+def test_a_later_clearing_that_the_disk_knows_clears_the_blocks_in_memory(cluster, lives, seen):
     hashes = cluster.hashes(2)
     cluster.worker(NODE).save(hashes, range(2))
-    found = []
-    watch_adoption(
-        monkeypatch,
-        before=lambda state: state.versions.hear(cluster.space.digest, 1),
-        after=lambda state: found.append(state.pool_service.current.lookup(hashes)),
-    )
+    seen.before = lambda service: service.versions.hear(cluster.space.digest, 1)
+    seen.look = lambda service: service.current.lookup(hashes)
     lives.go_on()
-    assert found == [0]
+    assert seen.found == [0]
 
 
 def test_blocks_that_the_disk_lacks_are_offered_to_it(cluster, lives, tmp_path, monkeypatch):
