@@ -36,5 +36,5 @@ class Holder:
             os._exit(0)
 
     def path(self) -> str:
-        """Return where it listens."""
-        return self._path
+        """Return where it listens; "" if the store gave its memory already, to the holder of another restart."""
+        return "" if self._holder.is_given else self._path

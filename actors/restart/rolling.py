@@ -91,7 +91,10 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
 
 
 def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
-    """Make a process on the node that holds its memory; return its handle and path, or None and why there is none."""
+    """Make a process on the node that holds its memory; return its handle and path, or None and why there is none.
+
+    The path is "" if the store gave its memory already: for a restart that was killed.
+    """
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     path, args = (
         actor_name(name, "handover", f"{node_id}-{secrets.token_hex(3)}"),
@@ -113,7 +116,9 @@ def _end_holders(name: str, node_id: str) -> None:
 
 
 def _give(old: Any, path: str, wait_s: float) -> str:
-    """Have a store give its memory to the holder; return why it did not, "" if it did."""
+    """Have a store give its memory to the holder; return why it did not, "" if it did, now or before."""
+    if not path:
+        return ""
     try:
         call("store", old.hand_over, path, wait_s, timeout_s=wait_s + _STOPS_S)
     except (KVStoreError, AttributeError) as error:  # AttributeError: it is of a version that cannot.

@@ -128,6 +128,11 @@ class RemoteFetch:
         """Close the connection of this fetch, because the store is being stopped."""
         self._claim.close()
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the client copies nothing more."""
+        return self._client_left
+
     def client_left(self) -> None:
         """Note that the client copies nothing more. Free the slots if the fetch has ended."""
         self._client_left = True

@@ -84,8 +84,8 @@ class HandoffFetcher:
         return bool(self._of(owner))
 
     def users(self) -> list[tuple[str, str]]:
-        """Return, of each fetch, (owner of its slots, the client that may copy out of them)."""
-        return [(fetch.slot_owner, fetch.owner) for fetch in self._of()]
+        """Return, of each fetch, (owner of its slots, the client that may copy out of them; "" if that has left)."""
+        return [(fetch.slot_owner, "" if fetch.has_left else fetch.owner) for fetch in self._of()]
 
     def under_way(self) -> list[FetchSeen]:
         """Return what can be seen of all fetches, the oldest first. Any thread may call."""

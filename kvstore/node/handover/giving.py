@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import math
@@ -77,7 +78,7 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
         message = _written(seal(_message(core, image, processes, directory)))
         try:
             with connect(path, _HOLDER_S) as sock:
-                send(sock, GIVE, Parcel(core.state.arena.fd, message, tuple(processes.pidfds)))
+                send(sock, GIVE, Parcel(core.state.arena.fd, message, processes.pidfds))
                 word, _ = receive(sock)
         finally:
             os.close(message)
@@ -137,47 +138,55 @@ def _written(data: bytes) -> int:
 class UserProcesses:
     """The processes that may still use slots, by owner. The first is the store, the second its mover.
 
-    Made before the store's server ends, which closes the pidfds of its connections. The caller closes `pidfds`.
+    Made after the last request that may get slots has begun, and before the store's server ends, which serves that
+    request and then closes the pidfds of its connections. So it copies the pidfds of all workers: which of them hold
+    something is known later, from the frozen pool.
 
     Raises:
-        ConfigError: the kernel cannot name the process of an owner, or there are too many.
+        OSError: there is no descriptor for a copy.
     """
 
     def __init__(self, core: NodeCore) -> None:
-        self.pidfds = [os.pidfd_open(os.getpid())]
-        #: By process id.
-        self._places = {os.getpid(): 0}
+        self._copies = [os.pidfd_open(os.getpid())]
+        #: Indexes of `_copies`, by process id.
+        self._copy_of = {os.getpid(): 0}
         self._of: dict[str, tuple[set[int], float]] = {}
+        self._nameless = set[str]()
+        #: Indexes of `_copies` in the order of `pidfds`.
+        self._sent = [0, 1]
         try:
             self._collect(core)
-            if len(self.pidfds) > MOST_DESCRIPTORS:
-                raise ConfigError(f"more than {MOST_DESCRIPTORS} processes are in the middle of writes")
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pidfds(self) -> tuple[int, ...]:
+        """Of the store, of its mover, and of each process that `held` has named; they stay this object's."""
+        return tuple(self._copies[copy] for copy in self._sent)
 
     def _collect(self, core: NodeCore) -> None:
         connections = list(core.control.server.connections)
         mover = next((each for each in connections if each.role is Role.MOVER), None)
         # Where there is no process besides the store, that is there twice.
-        if mover is None or self._add_pidfd(mover.pidfd, mover.pid) != 1:
-            self.pidfds.append(os.dup(self.pidfds[0]))
-        pool, handoffs = core.state.pool_service.current, core.control.handoffs
+        if mover is None or self._copy(mover.pidfd, mover.pid) != 1:
+            self._copies.append(os.dup(self._copies[0]))
         for connection in connections:
             owner = connection.owner
-            if owner.startswith(_WORKERS) and (pool.holds(owner) or handoffs.holds(owner)):
-                places, _ = self._of.setdefault(owner, (set(), 0.0))
-                if connection.pidfd >= 0:
-                    places.add(self._add_pidfd(connection.pidfd, connection.pid))
-                elif not connection.ended and not any(c.owner == owner and c.pidfd >= 0 for c in connections):
-                    raise ConfigError(f"this kernel cannot name the process of {owner} (Linux 5.3 can)")
+            if not owner.startswith(_WORKERS):
+                continue
+            copies, _ = self._of.setdefault(owner, (set(), 0.0))
+            if connection.pidfd >= 0:
+                copies.add(self._copy(connection.pidfd, connection.pid))
+            elif not connection.ended and not any(c.owner == owner and c.pidfd >= 0 for c in connections):
+                self._nameless.add(owner)
         for use in () if core.old is None else core.old.processes.uses():
-            self._of[use.owner] = {self._add_pidfd(pidfd, 0) for pidfd in use.pidfds}, use.until_s
+            self._of[use.owner] = {self._copy(pidfd, 0) for pidfd in use.pidfds}, use.until_s
 
     def close(self) -> None:
         """Close all pidfds; call this once."""
-        for pidfd in self.pidfds:
-            os.close(pidfd)
+        for copy in self._copies:
+            os.close(copy)
 
     def held(self, entry: OldWriters, users: Mapping[str, list[User]], own_until_s: float) -> Held:
         """Return slots with the processes that have to end before these are used again.
@@ -186,38 +195,65 @@ class UserProcesses:
             entry: the slots, and their owners.
             users: of slots of hand-offs.
             own_until_s: end of what workers may read of the slots that the store itself fills.
+
+        Raises:
+            ConfigError: the process of an owner cannot be named, or there are too many. This memory must not be used
+                again.
         """
         until_s, places = entry.until_s, set[int]()
         for owner in entry.owners:
             for user, user_until_s in users.get(owner, [(owner, 0.0)]):
                 until_s = max(until_s, user_until_s)
                 if user.startswith((*_WORKERS, OLD_WRITER)):
-                    # A worker that held something and is not known is dead: the store forgets no other.
-                    theirs, their_until_s = self._of.get(user, (set(), 0.0))
+                    theirs, their_until_s = self._named(user)
                     places |= theirs
                     until_s = max(until_s, their_until_s)
                 elif user and not user.startswith(_OVER_RAY):
                     places |= {0, 1}
                     until_s = max(until_s, own_until_s)
-        places.discard(-1)
         return Held(until_s, pack_ints(entry.slots), tuple(sorted(places)))
 
-    def _add_pidfd(self, pidfd: int, wanted_pid: int) -> int:
-        """Add a process unless it is there, and return its place; -1 if it is not `wanted_pid`, or has ended."""
+    def _named(self, owner: str) -> tuple[set[int], float]:
+        """Return the places of an owner's processes that may live, and its time."""
+        if owner in self._nameless:
+            raise ConfigError(f"this kernel cannot name the process of {owner} (Linux 5.3 can)")
+        if owner not in self._of:
+            raise ConfigError(f"wanted to name the process of each worker that has slots, got {owner} without one")
+        copies, until_s = self._of[owner]
+        return {self._place(copy) for copy in copies if copy >= 0}, until_s
+
+    def _place(self, copy: int) -> int:
+        if copy not in self._sent:
+            if len(self._sent) >= MOST_DESCRIPTORS:
+                raise ConfigError(f"more than {MOST_DESCRIPTORS} processes are in the middle of writes")
+            self._sent.append(copy)
+        return self._sent.index(copy)
+
+    def _copy(self, pidfd: int, wanted_pid: int) -> int:
+        """Copy the pidfd of a process unless there is a copy, and return its index.
+
+        Returns -1 if it is not `wanted_pid`, or has ended.
+        """
         try:
             copy = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, 0)
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise  # That of a live worker may not be left out.
             return -1  # Closed just now by the thread that watches it, because the process has ended.
-        pid = pid_of(copy)
-        # Its number may be of another file by now. A process that cannot be seen from here (0) is never known.
-        if pid is None or pid < 0 or pid in self._places or (wanted_pid and pid != wanted_pid):
+        try:
+            pid = pid_of(copy)
+        except BaseException:
             os.close(copy)
-            return -1 if pid is None else self._places.get(pid, -1)
-        self.pidfds.append(copy)
-        place = len(self.pidfds) - 1
+            raise
+        # Its number may be of another file by now. A process that cannot be seen from here (0) is never known.
+        if pid is None or pid < 0 or pid in self._copy_of or (wanted_pid and pid != wanted_pid):
+            os.close(copy)
+            return -1 if pid is None else self._copy_of.get(pid, -1)
+        self._copies.append(copy)
+        index = len(self._copies) - 1
         if pid:
-            self._places[pid] = place
-        return place
+            self._copy_of[pid] = index
+        return index
 
 
 def handoff_users(table: HandoffTable, fetches: Sequence[tuple[str, str]] = ()) -> dict[str, list[User]]:
@@ -225,7 +261,7 @@ def handoff_users(table: HandoffTable, fetches: Sequence[tuple[str, str]] = ()) 
 
     Args:
         table: what is published here.
-        fetches: of each fetch, (owner of its slots, its client).
+        fetches: of each fetch, (owner of its slots, its client; "" if that has left).
     """
     users: dict[str, list[User]] = defaultdict(list)
     for slot_owner, client in fetches:

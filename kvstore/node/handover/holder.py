@@ -5,9 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 
 from kvstore.errors import KVStoreError
-from kvstore.node.handover.transfer import GIVE, HAVE, NOTHING, TAKE, Parcel, check_user, receive, send
+from kvstore.node.handover.processes import has_ended
+from kvstore.node.handover.transfer import (
+    ASK,
+    GIVE,
+    HAVE,
+    LEFT,
+    NOTHING,
+    TAKE,
+    Parcel,
+    check_user,
+    connect,
+    receive,
+    send,
+)
 from kvstore.rpc.socket_files import SocketFile
 from kvstore.runtime import clock
 
@@ -16,6 +30,9 @@ logger = logging.getLogger(__name__)
 #: For one packet of a process that has connected.
 _PACKET_S = 5.0
 _LOOK_S = 0.5
+#: How long a store that begins may take to take what its last life has left, before another restart goes on without.
+TAKEN_WITHIN_S = 20.0
+_ASK_EVERY_S = 0.2
 
 
 class Holder:
@@ -23,11 +40,21 @@ class Holder:
 
     So two stores never have one arena: the process that takes it is told which processes must have ended first.
 
+    Another restart may have been killed after its store gave its memory. Then its holder has the only parcel, and stays
+    at the path: `is_given` is true, and this holder does nothing. If the giver has ended, its next store may be about
+    to take the parcel: this waits up to `TAKEN_WITHIN_S` for that, and then replaces the other holder.
+
     Args:
-        path: of its socket, from `handover_path`; replaces the file of a holder that was killed.
+        path: of its socket, from `handover_path`; replaces the file of a holder that was killed or has nothing.
     """
 
     def __init__(self, path: str) -> None:
+        self._parcel: Parcel | None = None
+        self._until_s = 0.0
+        self.is_closed = False
+        self.is_given = _is_given(path)
+        if self.is_given:
+            return
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._file = SocketFile(path, self._sock)
@@ -36,19 +63,22 @@ class Holder:
         except BaseException:
             self._sock.close()
             raise
-        self._parcel: Parcel | None = None
-        self.is_closed = False
 
     def run(self, keep_s: float) -> bool:
-        """Serve until the parcel was taken, `keep_s` have passed or `close` was called; return whether it was taken."""
-        until_s, was_taken = clock.now_s() + keep_s, False
+        """Serve until the parcel was taken, or `close` was called, or `keep_s` after the last restart that needs it.
+
+        Return whether it was taken here; at once if `is_given`.
+        """
+        if self.is_given:
+            return False
+        self._until_s, was_taken = clock.now_s() + keep_s, False
         try:
-            while not was_taken and not self.is_closed and clock.now_s() < until_s:
+            while not was_taken and not self.is_closed and clock.now_s() < self._until_s:
                 self._sock.settimeout(_LOOK_S)
                 with contextlib.suppress(TimeoutError):
                     sock, _ = self._sock.accept()
                     with sock:
-                        was_taken = self._serve(sock)
+                        was_taken = self._serve(sock, keep_s)
         finally:
             self._file.remove()
             self._sock.close()
@@ -60,7 +90,7 @@ class Holder:
         """End `run` soon; what is held is freed."""
         self.is_closed = True
 
-    def _serve(self, sock: socket.socket) -> bool:
+    def _serve(self, sock: socket.socket, keep_s: float) -> bool:
         """Serve one connection; return whether the parcel was taken."""
         sock.settimeout(_PACKET_S)
         try:
@@ -72,6 +102,10 @@ class Holder:
                 return False
             if parcel is not None:
                 parcel.close()
+            if word == ASK and self._parcel is not None:
+                self._until_s = clock.now_s() + keep_s
+                send(sock, LEFT if has_ended(self._parcel.processes[0]) else HAVE)
+                return False
             if word != TAKE or self._parcel is None:
                 send(sock, NOTHING)
                 return False
@@ -83,3 +117,23 @@ class Holder:
         except (OSError, KVStoreError) as error:
             logger.info("a process that asked for a store's memory got nothing: %s", error)
             return False
+
+
+def _is_given(path: str) -> bool:
+    """Return whether a holder at a path has a parcel of a store that lives, and serves nobody any more."""
+    until_s = clock.now_s() + TAKEN_WITHIN_S
+    while (word := _ask(path)) == LEFT and clock.now_s() < until_s:
+        time.sleep(_ASK_EVERY_S)
+    return word == HAVE
+
+
+def _ask(path: str) -> bytes:
+    try:
+        with connect(path, 2 * _PACKET_S) as sock:  # It may be waiting for the packet of another.
+            send(sock, ASK)
+            word, parcel = receive(sock)
+    except (OSError, KVStoreError):
+        return NOTHING
+    if parcel is not None:
+        parcel.close()
+    return word

@@ -21,8 +21,12 @@ _LOOK_S = 1.0
 
 
 def pid_of(pidfd: int) -> int | None:
-    """Return the process id behind a pidfd; -1 if it has ended; 0 if it cannot be seen from here; None for no pidfd."""
-    with contextlib.suppress(OSError, ValueError):
+    """Return the process id behind a pidfd; -1 if it has ended; 0 if it cannot be seen from here; None for no pidfd.
+
+    Raises:
+        OSError: it cannot be asked, for lack of descriptors or memory.
+    """
+    with contextlib.suppress(FileNotFoundError, ValueError):
         for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):
                 return int(line.split()[1])

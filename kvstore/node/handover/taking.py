@@ -45,7 +45,7 @@ def take_old_life(path: str, config: StoreConfig, node_id: str) -> tuple[OldLife
         return None, "the old store gave nothing"
     try:
         return _open(parcel, config, node_id), ""
-    except (OSError, KVStoreError, ValueError) as error:
+    except (OSError, KVStoreError, ValueError, LookupError) as error:
         parcel.close()
         return None, str(error)
 

@@ -254,3 +254,17 @@ def test_cold_is_empty_also_after_a_restart_that_was_killed_when_the_memory_was_
     assert (said["is_warm"], said["num_blocks"]) == (False, 0)
     assert open_engine(store, space, node).load(chain).num_blocks == 0
     assert names_of(store) == ["directory", "node", "node", "supervisor"]
+
+
+def test_a_restart_goes_on_with_the_memory_that_was_given_to_one_that_was_killed(
+    store, make_space, chain_of, node_ids, open_engine, eventually, get
+):
+    node, space = node_ids[0], make_space("goes-on")
+    engine, chain = open_engine(store, space, node), chain_of(space, 4)
+    engine.save(chain)
+    _, path = _make_holder("warm", node, 0.0)
+    assert get(kvstore.node_store(node, name="warm").hand_over.remote(path, 0.0))["num_blocks"] >= 4
+    said = store.restart([node])[node]
+    assert said["is_warm"], said
+    assert open_engine(store, space, node).load(chain).num_local == 4
+    eventually(lambda: names_of(store) == ["directory", "node", "node", "supervisor"], 60)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
 import pytest
 from inner_parts import parts_of
 
-from kvstore.errors import StoreUnavailable
+from kvstore.errors import KVStoreError, StoreUnavailable
 from kvstore.node.handover import giving, holder, processes, taking
 from kvstore.node.handover.transfer import handover_path
 from kvstore.remote.directory import DirectoryServer
@@ -63,6 +64,72 @@ def test_no_worker_gets_slots_after_those_that_have_some_were_noted(cluster, liv
     monkeypatch.setattr(core.control.server, "end", put_back_before)
     beginning = lives.go_on()
     assert (beginning.num_held_slots, len(refused)) == (0, 1)
+
+
+def test_a_worker_that_gets_slots_just_before_the_server_ends_is_waited_for(cluster, lives, monkeypatch):
+    core, worker, hashes = cluster.nodes[NODE], cluster.worker(NODE), cluster.hashes(4)
+    worker.save(hashes[:2], range(2))
+    late = cluster.worker(NODE, seed=2)
+    claim, end, begun, go = core.pool.prepare_store, core.control.server.end, threading.Event(), threading.Event()
+
+    def claim_late(*args, **options):
+        begun.set()
+        assert go.wait(20)
+        return claim(*args, **options)
+
+    def end_after_the_claim(timeout_s):
+        go.set()
+        return end(timeout_s)
+
+    monkeypatch.setattr(core.pool, "prepare_store", claim_late)
+    monkeypatch.setattr(core.control.server, "end", end_after_the_claim)
+
+    def ask():
+        with contextlib.suppress(KVStoreError):  # The answer may be lost with the server.
+            prepare(late, hashes)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert begun.wait(20)
+    assert lives.give(wait_s=0.0).num_held_slots == 2
+    asking.join(20)
+    lives.take()
+    (use,) = cluster.nodes[NODE].old.processes.uses()
+    assert [processes.pid_of(pidfd) for pidfd in use.pidfds] == [os.getpid()]
+
+
+def test_a_publisher_in_the_middle_of_its_copies_is_waited_for(cluster, lives, monkeypatch):
+    publisher, begun, go = cluster.worker(NODE), threading.Event(), threading.Event()
+    publisher.save(cluster.hashes(2), range(2))
+
+    def copy(*_):
+        begun.set()
+        assert go.wait(20)
+
+    monkeypatch.setattr(parts_of(publisher.client).copier, "into_slots", copy)
+    publication = publisher.client.begin_publish(range(8))
+    assert begun.wait(20)
+    assert lives.go_on(wait_s=0.0).num_held_slots == 8
+    (use,) = cluster.nodes[NODE].old.processes.uses()
+    assert [processes.pid_of(pidfd) for pidfd in use.pidfds] == [os.getpid()]
+    go.set()
+    with pytest.raises(KVStoreError):
+        publication.job.result(20)
+
+
+def test_a_client_that_has_left_its_fetch_is_not_waited_for(cluster, lives, monkeypatch, wait_until):
+    cluster.add("b", **SETTINGS)
+    publisher, reader, go = cluster.worker("b", seed=1), cluster.worker(NODE, seed=2), threading.Event()
+    monkeypatch.setattr(parts_of(publisher.client).copier, "into_slots", lambda *_: go.wait(20))
+    publication = publisher.client.begin_publish(range(4))
+    reader.client.fetch(publication.ticket, list(range(4)))
+    fetcher = cluster.nodes[NODE].control.handoffs.fetcher
+    wait_until(fetcher.users)
+    ((slots, client),) = fetcher.users()
+    assert client.startswith("client-")
+    fetcher.release_owner(client)
+    assert fetcher.users() == [(slots, "")]
+    go.set()
 
 
 def test_a_holder_that_ends_during_the_drain_costs_nothing(cluster, lives, monkeypatch):
@@ -145,12 +212,40 @@ def test_after_a_restart_of_the_directory_which_may_have_forgotten_a_clearing_no
     assert cluster.client(NODE).lookup(hashes, remote=False).num_local == 0
 
 
-def test_slots_of_a_process_that_did_not_come_with_the_index_begin_an_empty_store(cluster, lives, monkeypatch):
+@pytest.mark.parametrize("place", [1, 98])
+def test_slots_of_a_process_that_did_not_come_with_the_index_begin_an_empty_store(cluster, lives, monkeypatch, place):
     worker, hashes = cluster.worker(NODE), cluster.hashes(4)
     worker.save(hashes[:2], range(2))
     prepare(worker, hashes)
-    monkeypatch.setattr(
-        giving.UserProcesses, "held", lambda self, entry, *_: giving.Held(0.0, entry.slots.tobytes(), (99,))
-    )
+
+    def named(self, entry, *_):
+        return giving.Held(0.0, entry.slots.tobytes(), (len(self.pidfds) - 1 + place,))
+
+    monkeypatch.setattr(giving.UserProcesses, "held", named)
     beginning = lives.go_on()
     assert (beginning.is_warm, "did not come with it" in beginning.why_cold) == (False, True)
+
+
+def test_a_directory_that_is_met_after_the_last_grant_is_not_the_one_that_the_blocks_go_by(cluster, lives, monkeypatch):
+    cluster.worker(NODE).save(cluster.hashes(2), range(2))
+    core = cluster.nodes[NODE]
+    freeze, told = core.pool.freeze, core.state.hints.met
+
+    def freeze_then_meet():
+        image = freeze()
+        core.state.hints.met = b"another life"
+        return image
+
+    monkeypatch.setattr(core.pool, "freeze", freeze_then_meet)
+    messages, seal = [], giving.seal
+    monkeypatch.setattr(giving, "seal", lambda message: messages.append(message) or seal(message))
+    lives.give()
+    assert [message.directory for message in messages] == [told]
+
+
+def test_a_store_that_is_stopped_while_it_is_drained_gives_nothing(cluster, lives, monkeypatch):
+    core = cluster.nodes[NODE]
+    cluster.worker(NODE).save(cluster.hashes(2), range(2))
+    monkeypatch.setattr(core, "drain", lambda timeout_s: core.stop())
+    with pytest.raises(StoreUnavailable, match="being stopped"):
+        lives.give()

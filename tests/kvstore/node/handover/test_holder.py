@@ -6,10 +6,12 @@ import contextlib
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore.errors import ProtocolError, StoreUnavailable
+from kvstore.node.handover import holder as holding
 from kvstore.node.handover.holder import Holder
 from kvstore.node.handover.transfer import GIVE, HAVE, NOTHING, TAKE, Parcel, connect, receive, send
 
@@ -119,6 +121,62 @@ def test_it_ends_by_itself(path, parcel):
     made = Holder(path)
     assert made.run(0.0) is False
     assert not os.path.exists(path)
+
+
+def test_the_holder_of_a_killed_restart_keeps_its_place_while_it_has_a_parcel(path, holder, parcel):
+    ask(path, GIVE, parcel)
+    other = Holder(path)
+    assert (other.is_given, other.run(20.0)) == (True, False)
+    word, got = ask(path, TAKE)
+    assert word == HAVE
+    got.close()
+    assert holder.ended() == [True]
+
+
+def test_the_holder_of_a_killed_restart_that_has_nothing_is_replaced(path, holder, parcel):
+    other = Holder(path)
+    thread = threading.Thread(target=other.run, args=(20.0,), daemon=True)
+    thread.start()
+    assert not other.is_given
+    assert ask(path, GIVE, parcel) == (HAVE, None)
+    holder.close()
+    assert holder.ended() == [False]
+    ask(path, TAKE)[1].close()
+    thread.join(10.0)
+
+
+def test_what_an_ended_store_has_left_is_first_offered_to_the_store_that_begins(path, holder, process, monkeypatch):
+    process.kill()
+    process.wait(10)
+    left = Parcel(memory_of(b"arena"), memory_of(b"message"), (os.dup(process.pidfd), os.dup(process.pidfd)))
+    with contextlib.closing(left):
+        ask(path, GIVE, left)
+    taken = []
+
+    def take(seconds):
+        taken.append(ask(path, TAKE)[0])
+        assert holder.ended() == [True]
+
+    monkeypatch.setattr(holding, "time", SimpleNamespace(sleep=take))
+    other = Holder(path)
+    assert (taken, other.is_given) == ([HAVE], False)
+    other.run(0.0)
+
+
+def test_what_an_ended_store_has_left_and_nobody_takes_is_given_up(path, holder, process, parcel, monkeypatch):
+    process.kill()
+    process.wait(10)
+    left = Parcel(memory_of(b"arena"), memory_of(b"message"), (os.dup(process.pidfd), os.dup(process.pidfd)))
+    with contextlib.closing(left):
+        ask(path, GIVE, left)
+    monkeypatch.setattr(holding, "TAKEN_WITHIN_S", 0.0)
+    other = Holder(path)
+    thread = threading.Thread(target=other.run, args=(20.0,), daemon=True)
+    thread.start()
+    assert not other.is_given
+    assert ask(path, GIVE, parcel) == (HAVE, None)
+    ask(path, TAKE)[1].close()
+    thread.join(10.0)
 
 
 def test_a_process_of_another_user_gets_nothing_and_gives_nothing(path, holder, parcel, monkeypatch):

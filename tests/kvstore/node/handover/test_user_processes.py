@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -93,13 +94,38 @@ def test_a_pidfd_whose_number_is_another_process_by_now_is_not_taken(process):
 
 
 def test_a_live_worker_whose_process_cannot_be_named_ends_the_giving(process):
-    with pytest.raises(ConfigError, match="cannot name"), processes_of(connection(process, pidfd=-1)):
+    with processes_of(connection(process, pidfd=-1)) as made, pytest.raises(ConfigError, match="cannot name"):
+        made.held(writers("client-1"), {}, OWN_UNTIL_S)
+
+
+def test_a_worker_that_holds_something_and_has_no_connection_ends_the_giving(process):
+    with processes_of(connection(process)) as made, pytest.raises(ConfigError, match="client-2"):
+        made.held(writers("client-2"), {}, OWN_UNTIL_S)
+
+
+def test_only_processes_that_are_waited_for_are_sent(process):
+    mover, idle = connection(process, "mover-1", Role.MOVER), os.pidfd_open(os.getppid())
+    idler = connection(SimpleNamespace(pid=os.getppid(), pidfd=idle), "client-2")
+    with processes_of(mover, idler, connection(process)) as made:
+        held = made.held(writers("client-1"), {}, OWN_UNTIL_S)
+        assert (pids(made, held), len(made.pidfds)) == ([process.pid], 2)
+    os.close(idle)
+
+
+def test_without_a_descriptor_for_the_process_of_a_worker_nothing_is_given(process, monkeypatch):
+    def none_left(fd, command, argument):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(giving.fcntl, "fcntl", none_left)
+    with pytest.raises(OSError, match="too many"), processes_of(connection(process)):
         pass
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_more_processes_than_one_packet_takes_end_the_giving_and_leave_no_descriptor(process, monkeypatch):
     monkeypatch.setattr(giving, "MOST_DESCRIPTORS", 2)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match="more than 2"), processes_of(connection(process)):
-        pass
+    with processes_of(connection(process)) as made, pytest.raises(ConfigError, match="more than 2"):
+        made.held(writers("client-1"), {}, OWN_UNTIL_S)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -182,6 +182,15 @@ def test_a_slot_that_an_old_writer_has_is_not_used_before_it_is_gone():
     after.check_integrity()
 
 
+def test_of_a_write_that_is_published_in_pieces_only_the_rest_is_held():
+    pool = Pool(4)
+    ticket = pool.prepare_store(chain(1, 2, 3), "old")
+    pool.complete_store(ticket.write_id, "old", count=2)
+    after, image = next_life(pool)
+    assert [held.slots.tolist() for held in image.writers] == [list(ticket.slots[2:])]
+    assert after.lookup(chain(1, 2, 3)) == 2
+
+
 def test_what_ranks_write_is_held_for_all_of_them_and_free_once_they_have_written():
     pool = Pool(4)
     first = pool.prepare_store(chain(1, 2), "rank-0", num_parts=2, part=0)
