@@ -404,7 +404,10 @@ def test_all_links_begin_to_stop_before_one_is_waited_for():
 
     def link(number):
         return SimpleNamespace(
-            has_met=None, end_soon=lambda: calls.append(("begins", number)), stop=lambda: calls.append(("ends", number))
+            has_met=None,
+            knows_clearings=None,
+            end_soon=lambda: calls.append(("begins", number)),
+            stop=lambda: calls.append(("ends", number)),
         )
 
     ShardedHints([link(number) for number in range(2)]).stop()
