@@ -1,10 +1,19 @@
-"""A process that does nothing, for the tests of what waits until a process has ended."""
+"""For the tests of hand-overs: a folder of sockets for each test, and a process that does nothing."""
 
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_sockets(monkeypatch):
+    """A holder whose memory nobody took waits for some time, and the next test's store must not meet it."""
+    with tempfile.TemporaryDirectory(prefix="rks", dir="/tmp") as folder:
+        monkeypatch.setenv("RAYKV_SOCKET_DIR", folder)
+        yield
 
 
 @pytest.fixture
