@@ -199,7 +199,7 @@ def test_a_tenant_at_its_quota_of_disk_pushes_out_its_own_blocks_there(cluster, 
     folder.mkdir()
     settings = {
         "capacity_bytes": NUM_SLOTS * 4096, "disk_path": str(folder), "disk_capacity_bytes": 20 * stride,
-        "tenants": {"a": {"max_disk_bytes": 6 * 4096}},
+        "tenants": {"a": {"max_disk_bytes": 6 * stride}},
     }  # fmt: skip
     core = cluster.add("a", **settings)
     mine, theirs = cluster.worker("a", tenant="a"), cluster.worker("a", seed=1)
@@ -210,15 +210,15 @@ def test_a_tenant_at_its_quota_of_disk_pushes_out_its_own_blocks_there(cluster, 
         mine.save(cluster.hashes(4, seed=seed), range(4))
         wait_until(lambda seed=seed: disk.pool.lookup(cluster.hashes(4, seed=seed)) == 4)
     assert disk.pool.lookup(cluster.hashes(10, seed=9)) == 10
-    assert core.stats()["tenants"]["a"]["num_disk_bytes"] <= 6 * 4096
+    assert core.stats()["tenants"]["a"]["num_disk_bytes"] <= 6 * stride
     disk.pool.check_integrity()
     cluster.stop_node("a")
     # The next store knows whose they are, also with other settings for them.
-    core = cluster.add("a", **{**settings, "tenants": {"a": {"max_disk_bytes": 3 * 4096}, "b": {}}})
+    core = cluster.add("a", **{**settings, "tenants": {"a": {"max_disk_bytes": 3 * stride}, "b": {}}})
     cluster.client("a")
     wait_until(lambda: not core.state.disk.is_off)
     said = core.stats()["tenants"]
-    assert (said["a"]["num_disk_bytes"], said["b"]["num_disk_bytes"]) == (3 * 4096, 0)
+    assert (said["a"]["num_disk_bytes"], said["b"]["num_disk_bytes"]) == (3 * stride, 0)
     assert core.state.disk.pool.lookup(cluster.hashes(10, seed=9)) == 10
     core.state.disk.pool.check_integrity()
 
