@@ -193,6 +193,19 @@ def test_what_a_drained_node_hands_over_stays_its_tenants(cluster, add):
     assert [core.pool.tenants()[name].num_slots for name in "ab"] == [4, 3]
 
 
+def test_a_drain_hands_over_more_of_a_chain_than_its_tenant_may_pin(cluster, add):
+    quota = TenantQuota(max_pinned_bytes=4 * slot_bytes_of())
+    source, core, mine = add("a", quota), add("b", quota), cluster.worker("a", tenant="a")
+    cluster.worker("b")
+    mine.save(cluster.hashes(12, seed=1), range(12))
+    mine.save(cluster.hashes(12, seed=2), range(12))
+    mine.client.pin(cluster.hashes(12, seed=1))  # 4 blocks, its whole quota.
+    chains = source.begin_drain(1 << 20)
+    assert core.adopt(chains, 10.0, source.tenants_of(chains)) == 24
+    said = core.pool.tenants()["a"]
+    assert (said.num_slots, said.num_pinned, said.num_refused_pins) == (24, 0, 0)
+
+
 def test_a_tenant_at_its_quota_of_disk_pushes_out_its_own_blocks_there(cluster, tmp_path, wait_until):
     stride = 4096 + 4096 + 256
     folder = tmp_path / "disk"
