@@ -206,6 +206,17 @@ def test_a_drain_hands_over_more_of_a_chain_than_its_tenant_may_pin(cluster, add
     assert (said.num_slots, said.num_pinned, said.num_refused_pins) == (24, 0, 0)
 
 
+def test_of_a_chain_on_disk_each_tenant_has_its_own_blocks(cluster, add, tmp_path, wait_until):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    core, hashes = add(disk_path=str(folder), disk_capacity_bytes=1 << 20), cluster.hashes(7)
+    mine, theirs = cluster.worker("a", tenant="a"), cluster.worker("a", tenant="b")
+    mine.save(hashes.head(3), range(3))
+    theirs.save(hashes, range(7))
+    wait_until(lambda: core.state.disk.pool.lookup(hashes) == 7)
+    assert [core.state.disk.pool.tenants()[name].num_slots for name in "ab"] == [3, 4]
+
+
 def test_a_tenant_at_its_quota_of_disk_pushes_out_its_own_blocks_there(cluster, tmp_path, wait_until):
     stride = 4096 + 4096 + 256
     folder = tmp_path / "disk"
