@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -24,7 +26,8 @@ class TenantQuota:
     Args:
         name: of the tenant; may be left out where a mapping gives it.
         max_bytes: memory of its blocks, with those that it is saving or fetching now, and of its hand-offs.
-        max_pinned_bytes: memory that its leases, loads and hard pins hold at once, whoever saved it.
+        max_pinned_bytes: memory that its leases, loads and hard pins hold at once, whoever saved it, and memory of
+            others whose blocks its saves continue.
         max_handoffs: tickets of its own that hold blocks at once.
         max_disk_bytes: disk of its blocks.
 
@@ -63,7 +66,8 @@ def read_tenants(given: object) -> tuple[TenantQuota, ...]:
         given: quotas by name, each as `TenantQuota` or as a mapping of its fields; or quotas with names, in any order.
 
     Raises:
-        ConfigError: it is none of these, a name is missing or there twice, or there are too many.
+        ConfigError: it is none of these, a name is missing or there twice, there are too many, or the disk could not
+            tell two names apart.
     """
     named = list[TenantQuota]()
     if isinstance(given, Mapping):
@@ -82,6 +86,9 @@ def read_tenants(given: object) -> tuple[TenantQuota, ...]:
         raise ConfigError(f"tenants: wanted a name of its own for each, got {clip(names)}")
     if len(named) > MOST_TENANTS:
         raise ConfigError(f"tenants: wanted at most {MOST_TENANTS}, got {len(named)}")
+    tags = Counter(map(tag_of, names))
+    if same := [name for name in names if tags[tag_of(name)] > 1]:
+        raise ConfigError(f"tenants: wanted names that differ on disk, got {clip(same)}, with one tag; rename one")
     return tuple(sorted(named, key=lambda quota: quota.name))
 
 
@@ -98,6 +105,11 @@ def check_tenant(tenants: Sequence[TenantQuota], name: object) -> str:
         f"tenant: wanted a tenant of this store, or '' for the shared one, got {clip(name)}; it has {known}: start it "
         "with this one, too"
     )
+
+
+def tag_of(tenant: str) -> int:
+    """Return the number by which a tenant is known on disk, in every life of a store; 0 for the shared one."""
+    return (zlib.crc32(tenant.encode()) or 1) if tenant else 0
 
 
 def quota_of(tenants: Sequence[TenantQuota], name: str) -> TenantQuota:

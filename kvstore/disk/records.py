@@ -8,7 +8,6 @@ they are read, whatever the index says.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,9 +64,9 @@ class Record:
     tenant_tag: int = 0
 
 
-def tag_of(tenant: str) -> int:
-    """Return the number by which a tenant is known on disk, in every life of a store; 0 for the shared one."""
-    return (zlib.crc32(tenant.encode()) or 1) if tenant else 0
+def place_bytes(slot_bytes: int) -> int:
+    """Return how much of the disk a block takes whose slot in memory has so many bytes."""
+    return PAGE_BYTES + slot_bytes + RECORD_BYTES
 
 
 def checksum_of(data: memoryview | bytes) -> bytes:

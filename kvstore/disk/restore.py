@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from kvstore.blocks.chain import BlockHashes, root_key_of
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.places import Places, TierContext
-from kvstore.disk.records import Record, hashes_of, runs_of, tag_of
+from kvstore.disk.records import Record, hashes_of, runs_of
 from kvstore.errors import KVStoreError
 from kvstore.pool.pool import Pool
-from kvstore.quotas import TenantQuota
+from kvstore.quotas import TenantQuota, tag_of
 
 logger = logging.getLogger(__name__)
 

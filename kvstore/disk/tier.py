@@ -21,7 +21,7 @@ from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
 from kvstore.disk.index_file import IndexFile
 from kvstore.disk.places import Places, TierContext
 from kvstore.disk.reader import READER, DiskRead, Reader
-from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
+from kvstore.disk.records import place_bytes
 from kvstore.disk.restore import restore_old
 from kvstore.disk.slot_file import SlotFile
 from kvstore.disk.threads import DiskThreads
@@ -115,7 +115,7 @@ class DiskTier:
         with self._beginning:
             if self._is_stopped:
                 return
-            num_slots = self._config.disk_capacity_bytes // (PAGE_BYTES + slot_bytes + RECORD_BYTES)
+            num_slots = self._config.disk_capacity_bytes // place_bytes(slot_bytes)
             try:
                 if num_slots < 2:
                     raise ConfigError(
@@ -135,7 +135,7 @@ class DiskTier:
                 return
             if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
                 self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
-            tenants = disk_tenants(self._config.tenants, num_slots, slot_bytes)
+            tenants = disk_tenants(self._config.tenants, num_slots, place_bytes(slot_bytes))
             has_roots = self._config.num_directory_shards > 1
             pool = Pool(num_slots, presence=presence, has_roots=has_roots, tenants=tenants)
             self._context = TierContext(

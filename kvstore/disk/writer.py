@@ -22,10 +22,11 @@ from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.admission import SeenFilter, WriteBudget
 from kvstore.disk.places import TierContext
-from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record, tag_of
+from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record
 from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
+from kvstore.quotas import tag_of
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)

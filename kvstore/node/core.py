@@ -243,12 +243,12 @@ class NodeCore:
             version_now = partial(self.state.versions.get, chain.namespace)
             version = version_now()  # Before the pin.
             pool, ended = service.pool, threading.Event()
-            grant = pool.pin_prefix(chain, "adopt", clock.now_s() + ttl_s, tenant=tenant)
+            grant = pool.pin_prefix(chain, "adopt", clock.now_s() + ttl_s)
             load = Load(
                 chain=chain, block_bytes=service.block_bytes[chain.namespace], owner="adopt",
                 lease_id=grant.lease_id, ttl_s=ttl_s, deadline_s=deadline_s, pool=pool, version_now=version_now,
                 version=version, send=lambda piece, ended=ended: None if piece.report is None else ended.set(),  # type: ignore[misc]
-                num_ready=grant.num_blocks, tenant=tenant,
+                num_ready=grant.num_blocks, tenant=tenant, payer="",  # The store's own pins count in no quota.
             )  # fmt: skip
             self.state.fetcher.begin(load)
             ended.wait(left_s + 1.0)

@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from kvstore.disk.records import place_bytes
 from kvstore.handoff.table import HandoffTable
 from kvstore.node.dispatch import NodeControl
 from kvstore.node.state import NodeState
@@ -80,7 +81,7 @@ def _tenants(state: NodeState, control: NodeControl) -> dict[str, dict[str, int]
         found[name] = {
             "num_bytes": here.num_slots * service.slot_bytes,
             "num_pinned_bytes": here.num_pinned * service.slot_bytes,
-            "num_disk_bytes": there.num_slots * service.slot_bytes,
+            "num_disk_bytes": there.num_slots * place_bytes(service.slot_bytes),
             "num_handoffs": handoffs.num_of(name),
             "num_evicted": here.num_evicted,
             "num_evicted_by_quota": here.num_evicted_by_quota,

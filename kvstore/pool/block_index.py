@@ -111,6 +111,15 @@ class BlockIndex:
             at += length
         return join(pieces) if pieces else NO_SLOTS
 
+    def check_parent(self, chain: BlockHashes) -> None:
+        """Make sure that a run begins at the root, or after a block that is here or being written; or ChainBroken."""
+        space = self.space_of(chain.namespace)
+        if chain.start and chain.parent not in space.ready and chain.parent not in space.writing:
+            raise ChainBroken(
+                f"wanted a run that begins at the root or after a resident block, got one that begins at "
+                f"block {chain.start} whose parent is not resident; pass the chain from its root"
+            )
+
     def check_depths(
         self, chain: BlockHashes, hashes: list[bytes], found: list[int | None], under_way: list[int | None]
     ) -> None:

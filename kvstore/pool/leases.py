@@ -283,9 +283,9 @@ class LeaseTable(OwnedTable[_Lease]):
             self._table.tenants.unpinned(lease.tenant, lease.slots)
         self._table.unpin(lease.slots, lease.stamp)
 
-    def check(self, refs: Counter[int]) -> None:
-        """Add the pins of all leases to `refs`; assert that all counts are right."""
-        hard, soft, tenants = Counter[int](), Counter[int](), self._table.tenants
+    def check(self, refs: Counter[int], paid: Counter[tuple[int, int]]) -> None:
+        """Add the pins of all leases to `refs`, and to `paid` by tenant; assert that all counts are right."""
+        hard, soft = Counter[int](), Counter[int]()
         self.check_owners()
         for lease in self.held.values():
             if lease.kind is PinKind.SOFT:
@@ -293,14 +293,10 @@ class LeaseTable(OwnedTable[_Lease]):
                 continue
             assert self._table.columns.lives(lease.slots) == lease.generations, "a pinned slot began a new life"
             refs.update(lease.slots)
+            paid.update((lease.tenant, slot) for slot in lease.slots)
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots)
         assert hard == self.hard_pins, "hard pins"
-        for tenant in range(1, 0 if tenants is None else len(tenants.names)):
-            mine = [each for each in self.held.values() if each.tenant == tenant and each.kind is not PinKind.SOFT]
-            held = Counter(slot for each in mine for slot in each.slots)
-            assert tenants is not None, "of it are the numbers"
-            assert held == tenants.pins_of(tenant), f"pins of tenant {tenant}"
         lent = Counter(slot for lease in self.held.values() if lease.is_lent for slot in lease.slots)
         assert lent == self._lent, "slots pinned by other tiers"
         assert self._num_lent == sum(lease.num_lent for lease in self.held.values()), "slots lent to other tiers"

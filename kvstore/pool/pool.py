@@ -298,9 +298,10 @@ class Pool:
     ) -> StoreTicket:
         """Claim a slot for each missing block of a run, or join its writing in parts.
 
-        Blocks that are here are pinned until the write ends, so that making room cannot evict them.
-        When the pool is full, or the tenant at its quota, the ticket covers the leading blocks that fit. A tenant at
-        its quota takes the slots of its own blocks only.
+        Blocks that are here are pinned until the write ends, so that making room cannot evict them. Those of others
+        count in the tenant's quota of pins, if there is anything to write.
+        When the pool is full, or the tenant at a quota, the ticket covers the leading blocks that fit. A tenant at
+        its quota of slots takes those of its own blocks only.
 
         Args:
             chain: the blocks to store.
@@ -763,10 +764,12 @@ class Pool:
     def check_integrity(self) -> None:
         """Assert all invariants between two calls; for tests, and cheap only for small pools."""
         with self._lock:
-            refs: Counter[int] = Counter()
-            self.leases.check(refs)
-            self.writes.check(refs)
+            refs, paid = Counter[int](), Counter[tuple[int, int]]()
+            self.leases.check(refs, paid)
+            self.writes.check(refs, paid)
             check_slots(self.table)
+            if self._tenants is not None:
+                self._tenants.check_pins(paid)
             held = {slot: count for slot, count in enumerate(self.table.columns.ref_count) if count}
             assert refs == held, f"held {refs}, counted {held}"
 

@@ -19,7 +19,7 @@ from kvstore.blocks.grants import StoreTicket
 from kvstore.blocks.indexes import pack_ints
 from kvstore.blocks.priority import NORMAL, Retention
 from kvstore.bounds import MAX_HELD_BLOCKS
-from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
+from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
 from kvstore.pool.block_index import NOTHING, Space
 from kvstore.pool.owners import OwnedTable
@@ -55,6 +55,8 @@ class _Write:
     #: The claims of the slots, if the blocks are written in parts.
     segments: list[Segment]
     space: Space
+    #: Pinned ones that count in the quota of pins of the writer's tenant.
+    paid: SlotList = NO_SLOTS
     num_done: int = 0
 
     @property
@@ -81,9 +83,8 @@ class WriteTable(OwnedTable[_Write]):
     ) -> None:
         super().__init__()
         self._table, self._epoch, self.new_id, self._on_settled = table, epoch, new_id, on_settled
-        self._on_published, self._on_used = on_published, on_used
+        self._on_published, self._on_used, self._clears, self._tenants = on_published, on_used, clears, table.tenants
         self._parts = PartRuns(table.columns, table.index.claims.look_at)
-        self._clears = clears
 
     def has_deadlines(self) -> bool:
         """Return whether a deadline may end any write."""
@@ -95,31 +96,31 @@ class WriteTable(OwnedTable[_Write]):
         table, index = self._table, self._table.index
         space = index.space_of(chain.namespace)
         ready, writing = space.ready, space.writing
-        if chain.start and needs_parent and chain.parent not in ready and chain.parent not in writing:
-            raise ChainBroken(
-                f"wanted a run that begins at the root or after a resident block, got one that begins at "
-                f"block {chain.start} whose parent is not resident; pass the chain from its root"
-            )
+        if needs_parent:
+            index.check_parent(chain)
         self._check_room()
         found, under_way = list(map(ready.get, hashes)), list[int | None]()
         if writing and not writing.keys().isdisjoint(hashes):
             under_way = list(map(writing.get, hashes))
         index.check_depths(chain, hashes, found, under_way)
+        above = [ready[chain.parent]] if chain.start and chain.parent in ready else []
+        num_wanted, paid = len(hashes), NO_SLOTS
+        if self._tenants is not None:
+            end, paid = self._tenants.payable(terms.tenant, above, found)
+            hashes, found, under_way = hashes[:end], found[:end], under_way[:end]
         # Pinned before anything is evicted to make room.
         here = [slot for slot in found if slot is not None] if found.count(None) < len(found) else []
-        if chain.start and chain.parent in ready:
-            here.append(ready[chain.parent])
+        here += above
         pinned = index.claims.listed(here)
         if here:
             table.columns.pin(pinned)
             if self._on_used is not None:
                 self._on_used(chain.namespace, here, False)
         joined: list[int] = []
-        if under_way:
-            for segment in index.claims.segments(under_way):
-                joined += self._parts.joinable(segment, terms.part, terms.num_parts)
-                begin, end = segment.at, segment.at + segment.length
-                found[begin:end] = under_way[begin:end]
+        for segment in index.claims.segments(under_way):
+            joined += self._parts.joinable(segment, terms.part, terms.num_parts)
+            begin, end = segment.at, segment.at + segment.length
+            found[begin:end] = under_way[begin:end]
         indexes, end = self._claim(chain, hashes, found, terms)
         if joined:
             indexes = sorted([*indexes, *(i for i in joined if i < end)])
@@ -130,8 +131,8 @@ class WriteTable(OwnedTable[_Write]):
         ready, writing = space.ready, space.writing
         listed = index.claims.listed(slots)
         touched = run
-        if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
-            touched = [above, *run]
+        if chain.start and (parent := ready.get(chain.parent, writing.get(chain.parent))) is not None:
+            touched = [parent, *run]
         listed_run = listed if slots is touched else index.claims.listed(touched)
         stamp = table.eviction.touched(listed_run, is_use=False, retention=terms.retention)
         if end < len(hashes):
@@ -145,7 +146,9 @@ class WriteTable(OwnedTable[_Write]):
                 own = [index.block_hash[slot] for slot in slots]
             segments = index.claims.segments(slots) if terms.num_parts > 1 else []
             self._parts.come(segments, terms.part)
-            self.add(write_id, _Write(terms, own, slots, generations, pinned, stamp, segments, space))
+            self.add(write_id, _Write(terms, own, slots, generations, pinned, stamp, segments, space, paid))
+            if self._tenants is not None:
+                self._tenants.pinned(terms.tenant, paid)
         elif here:
             table.unpin(pinned, stamp)
         return StoreTicket(
@@ -153,7 +156,7 @@ class WriteTable(OwnedTable[_Write]):
             packed_indexes=pack_ints(indexes),
             packed_slots=listed.packed,
             num_resident=end - len(indexes),
-            num_refused=len(hashes) - end,
+            num_refused=num_wanted - end,
             num_awaited=sum(own in writing for own in hashes[:end]) - len(indexes) if len(indexes) < end else 0,
             num_clears=self._clears.get(chain.namespace),
             generations=generations,
@@ -181,8 +184,7 @@ class WriteTable(OwnedTable[_Write]):
     def adopt(self, slots: list[int], owner: str) -> None:
         """Note that a writer of the pool's last life may still write to slots, which were taken for it."""
         listed, terms = self._table.begin_anonymous(slots), WriteTerms(owner=owner)
-        lives = self._table.columns.lives(listed)
-        self.add(self.new_id(), _Write(terms, [], slots, lives, NO_SLOTS, 0, [], NOTHING))
+        self.add(self.new_id(), _Write(terms, [], slots, self._table.columns.lives(listed), NO_SLOTS, 0, [], NOTHING))
 
     def _claim(
         self, chain: BlockHashes, hashes: list[bytes], found: list[int | None], terms: WriteTerms
@@ -326,16 +328,18 @@ class WriteTable(OwnedTable[_Write]):
 
     def _close(self, write_id: int) -> None:
         write = self.pop(write_id)
+        if self._tenants is not None:
+            self._tenants.unpinned(write.terms.tenant, write.paid)
         if len(write.pinned):
             self._table.unpin(write.pinned, write.stamp)
 
-    def check(self, refs: Counter[int]) -> None:
-        """Add the pins of all writes to `refs`; assert that slots and writers agree."""
-        index, columns = self._table.index, self._table.columns
-        writers: Counter[int] = Counter()
+    def check(self, refs: Counter[int], paid: Counter[tuple[int, int]]) -> None:
+        """Add the pins of all writes to `refs` and `paid`, as for leases; assert that slots and writers agree."""
+        index, columns, writers = self._table.index, self._table.columns, Counter[int]()
         self.check_owners()
         for write in self.held.values():
             refs.update(write.pinned)
+            paid.update((write.terms.tenant, slot) for slot in write.paid)
             writers.update(write.slots[write.num_done :])
             lives = columns.lives(index.claims.listed(write.slots))
             assert lives == write.generations or write.num_done, "a claimed slot began a new life"

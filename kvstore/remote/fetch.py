@@ -284,7 +284,7 @@ class Fetcher:
             ttl_s=ttl_s,
             within_s=call_s(config, load.deadline_s),
             is_low=load.retention is OF_LOW_READER,
-            tenant=load.tenant,
+            tenant=load.tenant if load.payer is None else load.payer,
         )
         with PeerRead(self._context, load, peer, chain, until_s) as read:
             if is_quarantine_full(load.pool, config.max_quarantined_fraction):

@@ -32,7 +32,8 @@ class Load:
         send: sends a piece of the answer to the client; the piece with the report is the last. Any thread.
         is_open: returns whether the client's connection is open; if not, nothing more is pinned for it.
         retention: of the load, as for `Pool.pin_prefix`.
-        tenant: for which blocks are brought; they are its own, and its lease is made for it.
+        tenant: for which blocks are brought; they are its own.
+        payer: the tenant whose pins the leases are, here and at peers; `tenant` when None.
         num_ready: number of blocks that are leased already.
     """
 
@@ -49,6 +50,7 @@ class Load:
     is_open: Callable[[], bool] = lambda: True
     retention: Retention = NORMAL
     tenant: str = SHARED
+    payer: str | None = None
     num_ready: int = 0
     #: Whether other nodes may be asked; if not, only the disk of this node is.
     may_ask_peers: bool = True

@@ -13,7 +13,7 @@ class PeerLease(Record, frozen=True, kw_only=True):
     Args:
         within_s: how long the asking store waits for the answer.
         is_low: whether a job of LOW priority loads them, so that LOW ones stay LOW.
-        tenant: for which they are loaded; its quotas count on both nodes.
+        tenant: whose pins they are; its quotas count on both nodes.
     """
 
     chain: BlockHashes

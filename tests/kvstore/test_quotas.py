@@ -41,6 +41,8 @@ def test_settings_with_tenants_come_back_from_text_and_are_one_whatever_their_or
         ({"a": {"max_pinned_bytes": 1 << 63}}, "max_pinned_bytes"),
         ([{"max_bytes": 5}], "a name of its own"),
         ([TenantQuota("a"), TenantQuota("a")], "a name of its own"),
+        # On disk a tenant is known by the CRC-32 of its name.
+        ({"team-cf2842a5703": {}, "team-1450c189212f": {}}, "names that differ on disk.*team-1450c189212f.*rename"),
         ({f"t{number}": {} for number in range(MOST_TENANTS + 1)}, f"at most {MOST_TENANTS}"),
         ("a", "quotas by name"),
         (5, "quotas by name"),

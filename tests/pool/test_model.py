@@ -182,12 +182,13 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(ChainBroken):
                 self.pool.prepare_store(chain, owner, **terms)
             return multiple()
-        found = [model.find(block_hash) for block_hash in hashes]
+        found, num_wanted, tenant = [model.find(block_hash) for block_hash in hashes], len(hashes), terms["tenant"]
+        end, paid = model.payable(tenant, parent, found)
+        hashes, found = hashes[:end], found[:end]
         kept = [slot for slot in (parent, *found) if slot >= 0 and model.blocks[slot].ready]
         model.pin(kept)
         missing = [i for i, slot in enumerate(found) if slot < 0]
         free = model.free_slots()
-        tenant = terms["tenant"]
         num_over = model.num_over(tenant, len(missing))
         num_own = model.num_evictable(num_over, tenant)
         most = max(0, len(missing) - num_over + num_own)
@@ -202,7 +203,7 @@ class PoolMachine(RuleBasedStateMachine):
         ticket = self.pool.prepare_store(chain, owner, needs_parent=needs_parent, **terms)
 
         assert ticket.indexes == tuple(indexes)
-        assert (ticket.num_resident, ticket.num_refused) == (refused_at - len(indexes), len(hashes) - refused_at)
+        assert (ticket.num_resident, ticket.num_refused) == (refused_at - len(indexes), num_wanted - refused_at)
         slot_of = dict(zip(ticket.indexes, ticket.slots, strict=True))
         assert all(slot_of[i] == found[i] for i in joined), "ranks of one block write to one slot"
         taken = {slot_of[i] for i in missing[:count]}
@@ -232,7 +233,7 @@ class PoolMachine(RuleBasedStateMachine):
             model.unpin(kept)
             return multiple()
         model.writes[ticket.write_id] = Write(
-            owner=owner, num_claimed=len(indexes), pending=list(ticket.slots), kept=kept,
+            owner=owner, num_claimed=len(indexes), pending=list(ticket.slots), kept=kept, paid=paid, tenant=tenant,
             num_parts=num_parts, part=part, deadline_s=terms["deadline_s"],
         )  # fmt: skip
         return ticket.write_id

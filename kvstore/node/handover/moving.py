@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.blocks.chain import HASH_BYTES
 from kvstore.blocks.indexes import IndexArray
@@ -12,7 +13,8 @@ from kvstore.disk.records import PAGE_BYTES
 from kvstore.memory.arena import Arena, create_arena
 from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES, divided
 from kvstore.node.handover.message import Message
-from kvstore.pool.handover.image import BlockColumns, PoolImage
+from kvstore.pool.handover.image import BlockColumns, PoolImage, split
+from kvstore.pool.tenants.make import slots_in
 
 
 def fits(message: Message, config: StoreConfig) -> bool:
@@ -24,7 +26,8 @@ def fits(message: Message, config: StoreConfig) -> bool:
 def move(old: Arena, message: Message, image: PoolImage, config: StoreConfig) -> tuple[Arena, Message, PoolImage]:
     """Copy blocks to a new arena, which the caller owns; return it, and what describes it.
 
-    Without room for all of them, those that would be evicted first are left out. Nobody of the old life knows the new
+    Without room for all of them, those that would be evicted first are left out: of each tenant those beyond its
+    new quota, so that they cost the others nothing, and then of all. Nobody of the old life knows the new
     memory, so no reader or writer has to be waited for.
 
     Raises:
@@ -35,7 +38,9 @@ def move(old: Arena, message: Message, image: PoolImage, config: StoreConfig) ->
     slot_bytes, num_slots = divided(config.capacity_bytes, largest, alignment)
     arena = create_arena(config.capacity_bytes)
     try:
-        kept = _last_to_go(image.blocks, num_slots)
+        whose = _owners_now(image, [quota.name for quota in config.tenants])
+        limits = [slots_in(quota.max_bytes, slot_bytes, num_slots) for quota in config.tenants]
+        kept = _last_to_go(image.blocks, num_slots, whose[image.blocks.slot], limits)
         slots = image.blocks.slot[kept]
         # Neighbours stay neighbours.
         order = np.argsort(slots, kind="stable")
@@ -63,13 +68,37 @@ def move(old: Arena, message: Message, image: PoolImage, config: StoreConfig) ->
     return arena, msgspec.structs.replace(message, **changes), moved
 
 
-def _last_to_go(blocks: BlockColumns, most: int) -> IndexArray:
+def _owners_now(image: PoolImage, names: list[str]) -> npt.NDArray[np.intp]:
+    """Return for each slot the number of its tenant among these names, from 1 on; 0 for the shared one."""
+    numbers = {name: number for number, name in enumerate(names, 1)}
+    return np.array([0, *(numbers.get(name, 0) for name in image.tenants)], np.intp)[image.owners]
+
+
+def _last_to_go(blocks: BlockColumns, most: int, owners: npt.NDArray[np.intp], limits: list[int | None]) -> IndexArray:
     """Return the positions of the blocks that stay, in their order: without those that are evicted first."""
-    if len(blocks) <= most:
-        return np.arange(len(blocks), dtype=np.int32)
     # Of one touch, the end of a chain goes before its beginning.
     order = np.lexsort((-blocks.depth, blocks.touch, blocks.priority))
-    return np.sort(order[len(blocks) - most :]).astype(np.int32)
+    counts = np.bincount(owners, minlength=len(limits) + 1).tolist()[1:]
+    is_over = [limit is not None and count > limit for count, limit in zip(counts, limits, strict=True)]
+    if len(blocks) > most and any(is_over):
+        is_kept = _has_others_below(blocks, owners)
+        for tenant, limit in enumerate(limits, 1):
+            if limit is not None and is_over[tenant - 1]:
+                mine = np.flatnonzero((owners[order] == tenant) & ~is_kept[order])
+                order = np.delete(order, mine[: counts[tenant - 1] - limit])
+    return np.sort(order[max(len(order) - most, 0) :]).astype(np.int32)
+
+
+def _has_others_below(blocks: BlockColumns, owners: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    """Return for each block whether a block of another tenant hangs on it; it cannot go before that one."""
+    spaces, found = blocks.space.tolist(), np.zeros(len(blocks), np.bool_)
+    place = {(spaces[at], own): at for at, own in enumerate(split(blocks.hashes))}
+    parents = split(blocks.parents)
+    for at in np.argsort(-blocks.depth, kind="stable").tolist():
+        above = place.get((spaces[at], parents[at]))
+        if above is not None and (found[at] or owners[at] != owners[above]):
+            found[above] = True
+    return found
 
 
 def _picked(blocks: BlockColumns, kept: IndexArray, places: IndexArray) -> BlockColumns:

@@ -22,21 +22,25 @@ def memory_tenants(
     """
     limits = {
         quota.name: TenantLimits(
-            max_slots=_slots_in(quota.max_bytes, slot_bytes, num_slots),
-            max_pinned=_slots_in(quota.max_pinned_bytes, slot_bytes, num_slots),
+            max_slots=slots_in(quota.max_bytes, slot_bytes, num_slots),
+            max_pinned=slots_in(quota.max_pinned_bytes, slot_bytes, num_slots),
         )
         for quota in quotas
     }
     return TenantTable(num_slots, limits, new_policy) if limits else None
 
 
-def disk_tenants(quotas: Sequence[TenantQuota], num_slots: int, slot_bytes: int) -> TenantTable | None:
-    """Return the tenants of a node's disk; as `memory_tenants`. Nothing pins there for long."""
+def disk_tenants(quotas: Sequence[TenantQuota], num_slots: int, place_bytes: int) -> TenantTable | None:
+    """Return the tenants of a node's disk, of which a block takes so many bytes; as `memory_tenants`.
+
+    Nothing pins there for long.
+    """
     limits = {
-        quota.name: TenantLimits(max_slots=_slots_in(quota.max_disk_bytes, slot_bytes, num_slots)) for quota in quotas
+        quota.name: TenantLimits(max_slots=slots_in(quota.max_disk_bytes, place_bytes, num_slots)) for quota in quotas
     }
     return TenantTable(num_slots, limits) if limits else None
 
 
-def _slots_in(num_bytes: int | None, slot_bytes: int, num_slots: int) -> int | None:
+def slots_in(num_bytes: int | None, slot_bytes: int, num_slots: int) -> int | None:
+    """Return how many whole slots a quota has room for; None for no limit."""
     return None if num_bytes is None else min(num_bytes // slot_bytes, num_slots)

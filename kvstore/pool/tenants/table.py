@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.pool.eviction.lru import LeastRecentlyUsed
 from kvstore.pool.eviction.policy import EvictionPolicy
-from kvstore.pool.slot_lists import SlotList
+from kvstore.pool.slot_lists import NO_SLOTS, SlotList
 from kvstore.pool.tenants.limits import MOST_TENANTS, TenantLimits, TenantStats
 from kvstore.pool.tenants.readers import ReaderCounts
 
@@ -149,13 +149,34 @@ class TenantTable:
                 seen.add(slot)
         return count
 
+    def payable(self, tenant: int, above: list[int], found: list[int | None]) -> tuple[int, SlotList]:
+        """Return how far a tenant may save a run, and which slots of others count as its pins meanwhile.
+
+        Until it ends, a save keeps the blocks that it finds. Those of others would be locked by a tenant that pays
+        for none; what it has itself is bounded by its other quota.
+
+        Args:
+            tenant: of the writer.
+            above: the slot of the block above the run, if that is here.
+            found: the slot of each block of the run that is here, None for the others.
+        """
+        if self._readers[tenant] is None or None not in found:
+            return len(found), NO_SLOTS
+        places = [(at, slot) for at, slot in enumerate([*above, *found], -len(above)) if slot is not None]
+        owners = self.owners[[slot for _, slot in places]] if places else ()
+        others = [place for place, owner in zip(places, owners, strict=True) if owner != tenant]
+        slots = SlotList.of([slot for _, slot in others])
+        count = self.pinnable(tenant, slots)
+        end = max(others[count][0], 0) if count < len(others) else len(found)
+        return end, slots.part(0, count)
+
     def has_no_pins_left(self, tenant: int) -> bool:
         """Return whether a tenant may pin nothing that it does not hold already."""
         readers = self._readers[tenant]
         return readers is not None and readers.num_pinned >= self._max_pinned[tenant]
 
     def pinned(self, tenant: int, slots: SlotList) -> None:
-        """Note that a lease or a hard pin of a tenant holds slots."""
+        """Note that a lease, a hard pin or a save of a tenant holds slots."""
         if (readers := self._readers[tenant]) is not None:
             readers.pin(slots)
 
@@ -164,10 +185,13 @@ class TenantTable:
         if (readers := self._readers[tenant]) is not None:
             readers.unpin(slots)
 
-    def pins_of(self, tenant: int) -> Counter[int]:
-        """Return the number of leases and hard pins of a tenant on each slot; for tests."""
-        readers = self._readers[tenant]
-        return Counter({slot: count for slot, count in enumerate(readers.ref_count) if count} if readers else {})
+    def check_pins(self, paid: Counter[tuple[int, int]]) -> None:
+        """Assert that the pins of (tenant, slot) are those that are held; for tests."""
+        for tenant, readers in enumerate(self._readers):
+            if readers is not None:
+                held = {slot: count for (number, slot), count in paid.items() if number == tenant}
+                counted = {slot: count for slot, count in enumerate(readers.ref_count) if count}
+                assert held == counted, f"pins of tenant {tenant}: held {held}, counted {counted}"
 
     def stats(self) -> dict[str, TenantStats]:
         """Return the counts of each tenant by name, without the shared one."""

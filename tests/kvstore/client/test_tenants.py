@@ -193,13 +193,37 @@ def test_what_a_drained_node_hands_over_stays_its_tenants(cluster, add):
     assert [core.pool.tenants()[name].num_slots for name in "ab"] == [4, 3]
 
 
+def test_a_drain_hands_over_more_of_a_chain_than_its_tenant_may_pin(cluster, add):
+    quota = TenantQuota(max_pinned_bytes=4 * slot_bytes_of())
+    source, core, mine = add("a", quota), add("b", quota), cluster.worker("a", tenant="a")
+    cluster.worker("b")
+    mine.save(cluster.hashes(12, seed=1), range(12))
+    mine.save(cluster.hashes(12, seed=2), range(12))
+    mine.client.pin(cluster.hashes(12, seed=1))  # 4 blocks, its whole quota.
+    chains = source.begin_drain(1 << 20)
+    assert core.adopt(chains, 10.0, source.tenants_of(chains)) == 24
+    said = core.pool.tenants()["a"]
+    assert (said.num_slots, said.num_pinned, said.num_refused_pins) == (24, 0, 0)
+
+
+def test_of_a_chain_on_disk_each_tenant_has_its_own_blocks(cluster, add, tmp_path, wait_until):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    core, hashes = add(disk_path=str(folder), disk_capacity_bytes=1 << 20), cluster.hashes(7)
+    mine, theirs = cluster.worker("a", tenant="a"), cluster.worker("a", tenant="b")
+    mine.save(hashes.head(3), range(3))
+    theirs.save(hashes, range(7))
+    wait_until(lambda: core.state.disk.pool.lookup(hashes) == 7)
+    assert [core.state.disk.pool.tenants()[name].num_slots for name in "ab"] == [3, 4]
+
+
 def test_a_tenant_at_its_quota_of_disk_pushes_out_its_own_blocks_there(cluster, tmp_path, wait_until):
     stride = 4096 + 4096 + 256
     folder = tmp_path / "disk"
     folder.mkdir()
     settings = {
         "capacity_bytes": NUM_SLOTS * 4096, "disk_path": str(folder), "disk_capacity_bytes": 20 * stride,
-        "tenants": {"a": {"max_disk_bytes": 6 * 4096}},
+        "tenants": {"a": {"max_disk_bytes": 6 * stride}},
     }  # fmt: skip
     core = cluster.add("a", **settings)
     mine, theirs = cluster.worker("a", tenant="a"), cluster.worker("a", seed=1)
@@ -210,15 +234,15 @@ def test_a_tenant_at_its_quota_of_disk_pushes_out_its_own_blocks_there(cluster, 
         mine.save(cluster.hashes(4, seed=seed), range(4))
         wait_until(lambda seed=seed: disk.pool.lookup(cluster.hashes(4, seed=seed)) == 4)
     assert disk.pool.lookup(cluster.hashes(10, seed=9)) == 10
-    assert core.stats()["tenants"]["a"]["num_disk_bytes"] <= 6 * 4096
+    assert core.stats()["tenants"]["a"]["num_disk_bytes"] <= 6 * stride
     disk.pool.check_integrity()
     cluster.stop_node("a")
     # The next store knows whose they are, also with other settings for them.
-    core = cluster.add("a", **{**settings, "tenants": {"a": {"max_disk_bytes": 3 * 4096}, "b": {}}})
+    core = cluster.add("a", **{**settings, "tenants": {"a": {"max_disk_bytes": 3 * stride}, "b": {}}})
     cluster.client("a")
     wait_until(lambda: not core.state.disk.is_off)
     said = core.stats()["tenants"]
-    assert (said["a"]["num_disk_bytes"], said["b"]["num_disk_bytes"]) == (3 * 4096, 0)
+    assert (said["a"]["num_disk_bytes"], said["b"]["num_disk_bytes"]) == (3 * stride, 0)
     assert core.state.disk.pool.lookup(cluster.hashes(10, seed=9)) == 10
     core.state.disk.pool.check_integrity()
 

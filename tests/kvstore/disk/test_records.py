@@ -116,3 +116,9 @@ def test_every_block_is_in_one_run():
     assert sorted(found) == list(range(1, 2000))
     for run in runs_of(blocks):
         assert all(b.parent == a.block_hash and b.depth == a.depth + 1 for a, b in itertools.pairwise(run))
+
+
+def test_a_run_has_blocks_of_one_tenant():
+    blocks = chain(1, 2, 3, 4)
+    mixed = [*blocks[:2], *(replace(block, tenant_tag=7) for block in blocks[2:])]
+    assert names(runs_of(mixed)) == [[1, 2], [3, 4]]

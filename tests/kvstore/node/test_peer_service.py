@@ -230,3 +230,13 @@ def test_blocks_stored_after_a_clearing_are_not_granted_under_the_version_before
     assert done == [NUM_BLOCKS]
     assert (grant.namespace_version, len(grant.slots), grant.lease_id) == (1, 0, 0)
     assert pool.num_leases() == 0
+
+
+def test_a_lease_for_a_tenant_that_this_store_has_not_is_refused(cluster, core, connect):
+    wanted = PeerLease(
+        chain=cluster.hashes(NUM_BLOCKS), block_bytes=cluster.space.shape.block_bytes, slot_format=1,
+        namespace_version=0, ttl_s=5.0, within_s=2.0, tenant="stranger",
+    )  # fmt: skip
+    with pytest.raises(KVStoreError, match=r"tenant of this store.*stranger"):
+        connect(ONE).call(Op.PEER_LEASE, encode(wanted), timeout_s=2.0)
+    assert core.pool.stats().num_pinned == 0

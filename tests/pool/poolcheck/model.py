@@ -54,6 +54,9 @@ class Write:
     num_claimed: int
     pending: list[int]
     kept: list[int]
+    #: Those kept that count as pins of the writer's tenant: the blocks of others.
+    paid: list[int]
+    tenant: str = ""
     num_parts: int = 1
     part: int = 0
     deadline_s: float = NEVER_S
@@ -134,8 +137,22 @@ class Model:
         return len(aside) + sum(block.tenant == tenant for block in self.blocks.values())
 
     def pinned_by(self, tenant: str) -> set[int]:
-        """Return the slots that leases and hard pins of a tenant hold."""
-        return {slot for held in self.leases.values() if held.tenant == tenant for slot in held.slots}
+        """Return the slots that leases and hard pins of a tenant hold, and those of others that its saves keep."""
+        leased = {slot for held in self.leases.values() if held.tenant == tenant for slot in held.slots}
+        return leased | {slot for write in self.writes.values() if write.tenant == tenant for slot in write.paid}
+
+    def payable(self, tenant: str, parent: int, found: list[int]) -> tuple[int, list[int]]:
+        """Return (how many leading blocks a tenant may save, slots of others that it pins meanwhile)."""
+        ready = [slot >= 0 and self.blocks[slot].ready for slot in found]
+        if tenant not in self.quotas or all(ready):
+            return len(found), []
+        mine, paid = self.pinned_by(tenant), list[int]()
+        for at, slot in enumerate([parent, *found], -1):
+            if slot >= 0 and self.blocks[slot].ready and self.blocks[slot].tenant != tenant:
+                if len(mine | {*paid, slot}) > max(self.quotas[tenant][1], len(mine)):
+                    return max(at, 0), paid
+                paid.append(slot)
+        return len(found), paid
 
     def num_over(self, tenant: str, wanted: int) -> int:
         """Return how many of so many slots a tenant may not have, unless as many of its own go."""

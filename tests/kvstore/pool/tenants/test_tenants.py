@@ -164,6 +164,30 @@ def test_a_block_that_a_tenant_pins_twice_counts_once():
     assert pool.tenants()["a"].num_pinned == 2
 
 
+def test_a_save_that_does_not_end_keeps_no_more_of_others_than_the_quota_of_pins():
+    pool = make_pool(a=(2, 3), b=(7, None))
+    save(pool, chain(1, 2, 3, 4, 5, 6, 7), "b")
+    assert pool.prepare_store(chain(1, 2, 3, 4, 5, 6, 7, 8), "greedy", tenant="a").num_refused == 5
+    ticket = pool.prepare_store(chain(1, 2, 3, 9), "greedy", tenant="a")
+    pool.check_integrity()
+    assert (ticket.indexes, pool.tenants()["a"].num_pinned) == ((3,), 3)
+    late = pool.prepare_store(chain(1, 2, 3, 4, 10).tail(4), "greedy", tenant="a")
+    assert (late.write_id, late.num_refused) == (0, 1), "the block above a run counts, too"
+    pool.complete_store(ticket.write_id, "greedy")
+    pool.check_integrity()
+    assert pool.tenants()["a"].num_pinned == 0
+
+
+def test_a_tenant_without_pins_continues_its_own_chains_and_locks_no_others():
+    pool = make_pool(a=(2, 0), b=(6, None))
+    save(pool, chain(1, 2, 3, 4, 5, 6), "b")
+    assert save(pool, chain(1, 2, 3, 4, 5, 6), "a") == 0, "all are here: there is nothing to keep"
+    assert pool.prepare_store(chain(1, 2, 3, 4, 5, 6, 7), "greedy", tenant="a").num_refused == 7
+    assert save(pool, chain(11, 12, 13, 14, 15, 16), "b") == 0
+    assert save(pool, chain(8), "a") == 0
+    assert save(pool, chain(8, 9), "a") == 0
+
+
 @pytest.mark.parametrize("kind", [PinKind.HARD, PinKind.LEASE])
 def test_a_pin_beyond_the_quota_is_refused_and_names_it(kind):
     pool = make_pool(a=(None, 1))
