@@ -35,12 +35,12 @@ def moved(pool, num_slots, tenants):
 
 
 def test_a_block_of_high_priority_stays_before_younger_ones():
-    pool, after = Pool(4), Pool(2)
+    pool, after = Pool(5), Pool(4)
     first = pool.prepare_store(chain(1), "writer", retention=Retention(Priority.HIGH))
     pool.complete_store(first.write_id, "writer")
-    for number in (2, 3):
+    for number in (2, 3, 4, 5):
         store(pool, chain(number))
-    with moved(pool, 2, {}) as image:
+    with moved(pool, 4, {}) as image:
         after.adopt(image)
     assert [after.lookup(chain(number)) for number in (1, 2, 3)] == [1, 0, 1]
 
