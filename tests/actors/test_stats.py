@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.actors import cluster
+from kvstore.actors import finding
 from kvstore.actors.cluster import Store
 from kvstore.actors.session.rays import RaySession
 from kvstore.config import StoreConfig
@@ -19,6 +19,19 @@ class Actor:
             setattr(self, question, answer)
 
 
+def finder(supervisor):
+    """Find the supervisor of a store, or fail with its error, and nothing else."""
+
+    def find(name, timeout_s=0.0):
+        if not name.endswith("supervisor"):
+            raise StoreNotRunning("no directory")
+        if isinstance(supervisor, Exception):
+            raise supervisor
+        return supervisor
+
+    return find
+
+
 @pytest.fixture
 def store(monkeypatch):
     def call(name, answer, timeout_s):
@@ -27,8 +40,8 @@ def store(monkeypatch):
         return answer
 
     nodes = {"n1": Actor(stats={"pid": 1}), "n2": Actor(stats=PeerLost("the store of n2 is gone"))}
-    monkeypatch.setattr(cluster, "call", call)
-    monkeypatch.setattr(cluster, "ask_all", lambda answers, timeout_s: answers)
+    monkeypatch.setattr(finding, "call", call)
+    monkeypatch.setattr(finding, "ask_all", lambda answers, timeout_s: answers)
     monkeypatch.setattr(Store, "_handles", lambda _: nodes)
     return Store(StoreConfig(capacity_bytes=1 << 20), RaySession("h:1", "s"))
 
@@ -37,17 +50,8 @@ def store(monkeypatch):
     "error", [PeerLost("the supervisor restarts"), TransferTimeout("no answer"), StoreNotRunning("no supervisor")]
 )
 def test_what_the_nodes_said_counts_while_the_supervisor_is_away(store, monkeypatch, error):
-    supervisor = Actor(problems=error, unfinished=error)
-    if isinstance(error, StoreNotRunning):
-
-        def find(name):
-            raise error
-    else:
-
-        def find(name):
-            return supervisor
-
-    monkeypatch.setattr(cluster, "find_actor", find)
+    supervisor = error if isinstance(error, StoreNotRunning) else Actor(problems=error, unfinished=error)
+    monkeypatch.setattr(finding, "find_actor", finder(supervisor))
     stats = store.stats()
     assert stats["nodes"] == {"n1": {"pid": 1}, "n2": {"error": "the store of n2 is gone"}}
     assert stats["problems"] == {"supervisor": str(error)}
@@ -56,7 +60,7 @@ def test_what_the_nodes_said_counts_while_the_supervisor_is_away(store, monkeypa
 
 def test_what_the_supervisor_says(store, monkeypatch):
     supervisor = Actor(problems={"n3": "no memory"}, unfinished={"n2": "its store is still being made"})
-    monkeypatch.setattr(cluster, "find_actor", lambda _: supervisor)
+    monkeypatch.setattr(finding, "find_actor", finder(supervisor))
     stats = store.stats()
     assert stats["problems"] == {"n3": "no memory"}
     assert stats["starting"] == {"n2": "its store is still being made"}
