@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,7 +90,7 @@ class Outlet:
         Raises:
             ConfigError: an endpoint cannot be used, or the process does not start; it is not there.
         """
-        self._began_s = time.monotonic()
+        self._began_s = clock.now_s()
         self._page[:8] = bytes(8)  # It keeps no batch yet.
         try:
             self._socket, its = socket.socketpair()
@@ -165,7 +164,7 @@ class Outlet:
             Its exit status, and how many seconds to wait before `begin`.
         """
         self.num_lost += 1
-        if time.monotonic() - self._began_s > _LONG_LIFE_S:
+        if clock.now_s() - self._began_s > _LONG_LIFE_S:
             self._pause_s = _FIRST_PAUSE_S
         status, pause_s = self.end(0.0), self._pause_s
         self._pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

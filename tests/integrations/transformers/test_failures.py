@@ -131,7 +131,7 @@ def test_a_store_without_room_keeps_what_fits(build, tokens, cluster_class, wrap
     cluster = cluster_class()
     try:
         cluster.add("small", capacity_bytes=1 << 16, block_bytes=1 << 14)  # four blocks
-        from_store = type("Small", (), {"client": lambda self, space: cluster.client("small", space)})()
+        from_store = type("Small", (), {"client": lambda self, space, tenant: cluster.client("small", space)})()
         model, prompt = build(), tokens(200)
         with PrefixCachedModel(model, from_store) as cached:
             answers = [cached.generate(prompt, **GREEDY) for _ in range(2)]
@@ -150,7 +150,7 @@ def test_a_store_that_is_not_there_or_too_small_is_said_at_once(build, cluster_c
     cluster = cluster_class()
     try:
         cluster.add("tiny")
-        tiny = type("Tiny", (), {"client": lambda self, space: cluster.client("tiny", space)})()
+        tiny = type("Tiny", (), {"client": lambda self, space, tenant: cluster.client("tiny", space)})()
         # The first blocks decide how large slots are.
         with PrefixCachedModel(build(), tiny, block_size=1), pytest.raises(ConfigError, match="block_bytes"):
             PrefixCachedModel(build(), tiny)
