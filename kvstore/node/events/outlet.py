@@ -16,6 +16,7 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.node.events import sockets
+from kvstore.runtime import clock
 
 #: How long the process may take to start.
 _START_S = 30.0
