@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.blocks.part import WHOLE
+from kvstore.blocks.shape import KVShape
 
+SPACE = SimpleNamespace(shape=KVShape(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_size=4))
 NOT_QUEUED = SimpleNamespace(is_set=lambda: False)
 RUNNING = SimpleNamespace(job=SimpleNamespace(done=lambda: False), queued=NOT_QUEUED)
 
@@ -79,7 +81,7 @@ def test_a_wakeup_that_was_sent_to_another_process_is_not_that_of_this_one(parts
 def test_the_end_of_a_copy_ends_the_wait_and_one_that_was_seen_does_not(parts, side, answered, monkeypatch):
     callbacks, ended = [], []
     side.loads["r"] = SimpleNamespace(job=SimpleNamespace(done=lambda: bool(ended)), queued=NOT_QUEUED)
-    side._running(None, None, SimpleNamespace(add_done_callback=callbacks.append))
+    side._running(None, SimpleNamespace(part=WHOLE, space=SPACE), SimpleNamespace(add_done_callback=callbacks.append))
     callbacks[0](None)
     assert side.job_ended.is_set(), "the end of another job, a step ago"
 
@@ -119,7 +121,9 @@ def test_a_load_into_host_memory_ends_in_the_step_that_begins_it(parts, side, an
 def test_all_cores_copy_where_nothing_else_is_to_be_done(parts, side, answered, monkeypatch, is_computing):
     asked = []
     job = SimpleNamespace(done=lambda: False, add_done_callback=lambda told: None)
-    client = SimpleNamespace(load=lambda *args, **options: (asked.append(options["num_copy_threads"]), job)[1])
+    client = SimpleNamespace(
+        part=WHOLE, space=SPACE, load=lambda *args, **options: (asked.append(options["num_copy_threads"]), job)[1]
+    )
     monkeypatch.setattr(side.cache, "client", lambda: client)
     monkeypatch.setattr(parts.worker, "num_idle_copy_threads", lambda: 3)
     load = parts.LoadPlan(req_id="r", hashes=[b"1"], block_ids=[3], num_engine_tokens=0)
