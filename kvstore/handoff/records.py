@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstore.blocks.indexes import IndexArray
 from kvstore.pool.pool import Pool
-from kvstore.runtime import clock
 
 #: Set in the id of every claim and of no lease, so that a notification can name either.
 CLAIM_BIT = 1 << 63
@@ -81,6 +80,7 @@ class Handoff:
     write_owner: str
     write_id: int
     slots: IndexArray
+    began_s: float
     #: Its publisher may still write to the slots.
     is_written: bool = True
     deadline_s: float = float("inf")
@@ -89,7 +89,6 @@ class Handoff:
     claim_deadline_s: float = float("inf")
     #: Why the hand-off ends as soon as no publisher writes it and no reader reads it; empty while it is valid.
     over: str = ""
-    began_s: float = field(default_factory=clock.now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

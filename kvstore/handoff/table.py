@@ -26,10 +26,14 @@ _MAX_REMEMBERED = 4096
 
 
 class HandoffTable:
-    """The published blocks of one node. Any thread may call any verb."""
+    """The published blocks of one node. Any thread may call any verb.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        now_s: the clock by which hand-offs are old.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = clock.now_s) -> None:
+        self._lock, self._now_s = threading.Lock(), now_s
         self.handoffs: dict[bytes, Handoff] = {}
         self.claims: dict[int, Handoff] = {}
         self.moves: dict[int, Move] = {}
@@ -96,7 +100,7 @@ class HandoffTable:
             ticket = place.pool.reserve(num_blocks, write_owner, tenant=place.tenant)
             slots = ints_in(ticket.packed_slots)
             self.handoffs[key] = Handoff(
-                key, writer, place, namespace, version, owner, write_owner, ticket.write_id, slots
+                key, writer, place, namespace, version, owner, write_owner, ticket.write_id, slots, self._now_s()
             )  # fmt: skip
             self._num_slots[place.slab] += num_blocks
             return slots

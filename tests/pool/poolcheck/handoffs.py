@@ -42,16 +42,17 @@ class Handoffs:
     """
 
     def __init__(self, run: Run, num_slots: int, num_staged: int = 0) -> None:
+        self.now_s, self.version = 0.0, 0
         self.arena = World(run, num_slots)
         self.worlds = [self.arena]
-        self.table = HandoffTable()
+        # Where two schedules come to one state, their times are the same.
+        self.table = HandoffTable(lambda: self.now_s)
         self.table._lock = run.lock()
         self.places = [Place(self.arena.pool, num_slots)]
         if num_staged:
             stage = World(run, num_staged)
             self.worlds.append(stage)
             self.places.append(Place(stage.pool, num_staged, slab=1, generation=1))
-        self.now_s, self.version = 0.0, 0
         self.mover_lives = True
         #: Tickets whose blocks were kept, read, or void.
         self.kept: set[str] = set()
