@@ -110,7 +110,7 @@ HOLDERS = (
         LEASES,
         "        stamp = table.eviction.touched(slots, is_use=is_use, retention=retention)\n",
         "        stamp = 0\n",
-        MODEL,
+        "tests/kvstore/pool/test_pool.py::test_least_recently_used_goes_first",
     ),
     bug(
         "leak on a fault in a save",
