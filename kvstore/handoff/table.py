@@ -26,11 +26,7 @@ _MAX_REMEMBERED = 4096
 
 
 class HandoffTable:
-    """The published blocks of one node. Any thread may call any verb.
-
-    Args:
-        now_s: the clock by which hand-offs are old.
-    """
+    """The published blocks of one node, and since when by `now_s`. Any thread may call any verb."""
 
     def __init__(self, now_s: Callable[[], float] = clock.now_s) -> None:
         self._lock, self._now_s = threading.Lock(), now_s
