@@ -155,8 +155,8 @@ class Fleet:
     def _wait_written(self, store: Any) -> None:
         """Wait until all blocks of a store are on disk: what is evicted before its turn comes is lost."""
         deadline_s = time.monotonic() + CALL_S
-        # A node that no client has used yet has no queue.
-        while any(node["disk"].get("num_queued", 0) for node in store.stats()["nodes"].values()):
+        # A node that no client has used yet has nothing to write.
+        while any(node["disk"].get("num_unwritten", 0) for node in store.stats()["nodes"].values()):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"blocks are still to be written after {CALL_S:g} s")
             time.sleep(0.05)
