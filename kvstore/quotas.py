@@ -26,8 +26,8 @@ class TenantQuota:
     Args:
         name: of the tenant; may be left out where a mapping gives it.
         max_bytes: memory of its blocks, with those that it is saving or fetching now, and of its hand-offs.
-        max_pinned_bytes: memory that its leases, loads and hard pins hold at once, whoever saved it, and memory of
-            others whose blocks its saves continue.
+        max_pinned_bytes: memory that its leases, loads and hard pins hold at once, also where others saved it, and
+            memory of others whose blocks its saves continue.
         max_handoffs: tickets of its own that hold blocks at once.
         max_disk_bytes: disk of its blocks.
 

@@ -143,7 +143,7 @@ class Fetcher:
             if not load.is_open():
                 return "abandoned: the client closed its connection"
             if why := load.why_unpinned():
-                return why  # Whoever is asked, what comes cannot be leased.
+                return why  # From any node, what comes cannot be leased.
             rest = load.chain.tail(load.num_ready)
             # Noted before a peer is asked: of several loads that miss one block, one asks and the others wait.
             peers_first = self._are_peers_faster(load, rest)

@@ -15,9 +15,9 @@ class TenantLimits:
     """What a tenant may have of a pool; None for all of it.
 
     Args:
-        max_slots: slots of blocks that it stored or reserved, whoever reads them.
-        max_pinned: slots that its leases and hard pins hold, whoever stored their blocks, and slots of others that its
-            saves keep; soft pins are not counted.
+        max_slots: slots of blocks that it stored or reserved, also while others read them.
+        max_pinned: slots that its leases and hard pins hold, also of blocks that others stored, and slots of
+            others that its saves keep; soft pins are not counted.
     """
 
     max_slots: int | None = None
@@ -31,7 +31,7 @@ class TenantStats:
     Args:
         num_slots: slots that are its own now: of its blocks, and of its unfinished writes and reservations.
         num_pinned: slots that its leases, hard pins and saves hold now.
-        num_evicted: blocks of its own that were evicted, for whatever reason.
+        num_evicted: blocks of its own that were evicted, for any reason.
         num_evicted_by_quota: those of them that went for its own new blocks, because it was at its quota.
         num_refused_bytes: blocks that it could not store or reserve because of its quota of bytes.
         num_refused_pins: blocks that it could not lease, pin or keep for a save because of its quota of pins.

@@ -1,6 +1,6 @@
 """Order the blocks of all tenants together, and those of each tenant with a quota by themselves. No locking here.
 
-A tenant below its quota takes the slots of whatever goes first of all blocks, as without tenants. One that is at its
+A tenant below its quota takes the slots of the blocks that go first of all, as without tenants. One that is at its
 quota takes those of its own blocks, in the order of a policy that sees these alone. So each such tenant has an order
 of its own beside the common one: both are told of what happens to its blocks, and each passes over a block for itself.
 """

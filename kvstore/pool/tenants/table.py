@@ -49,7 +49,7 @@ class TenantTable:
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._new_policy, self._num_slots = new_policy, num_slots
         all_limits = (TenantLimits(), *limits.values())
-        # The pool itself bounds those that may have all of it: they take the slots of whatever goes first.
+        # The pool itself bounds those that may have all of it: they take the slots of the blocks that go first.
         wanted = [num_slots if each.max_slots is None else each.max_slots for each in all_limits]
         self._max_slots = [most if most < num_slots else _ALL for most in wanted]
         self._max_pinned = [num_slots if each.max_pinned is None else each.max_pinned for each in all_limits]

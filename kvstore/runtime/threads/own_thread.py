@@ -15,7 +15,7 @@ def on_thread(name: str, do: Callable[[], T]) -> Future[T]:
 
     Args:
         name: of the thread.
-        do: the function; the future has its result, or whatever it raised.
+        do: the function; the future has its result, or the error that it raised.
 
     Raises:
         RuntimeError, MemoryError: no thread can be started now; `do` does not run.
