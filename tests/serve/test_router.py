@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 from router_fakes import SPACE, TEXT, Replica, ask, make_router, names
@@ -41,8 +42,11 @@ def test_a_prompt_goes_to_the_node_that_has_it_and_the_hashes_are_those_of_an_en
         return [("node 2", 10)]
 
     async def test():
-        router = make_router([Replica("a", "node 1"), Replica("b", "node 2")], locate)
-        assert await route(router, ask()) == [["b"], ["a"]]
+        replicas = [Replica("a", "node 1"), Replica("b", "node 2")]
+        router, first = make_router(replicas, locate), ask()
+        assert await route(router, first) == [["b"], ["a"]]
+        router.on_request_routed(first, replicas[1].replica_id, None)
+        router.on_request_completed(replicas[1].replica_id, first.metadata.internal_request_id)
         assert await route(router, ask(cache_salt="s")) == [["b"], ["a"]]
         assert router.counts["by_store"] == 2
 
@@ -65,6 +69,24 @@ def test_what_was_routed_to_a_replica_is_expected_there():
         assert (await route(router, ask(TEXT + "and more")))[0] == ["b"]
         router.on_replica_actor_died(replicas[1].replica_id)
         assert len(router.hints) == 0
+
+    run(test())
+
+
+def test_a_prompt_is_expected_where_it_goes_before_it_is_there_but_not_where_it_did_not_go():
+    async def test():
+        replicas = {name: Replica(name, "node 1") for name in "abc"}
+        router = make_router(list(replicas.values()))
+        await read(router)
+        first, second = ask(), ask()
+        chosen = (await route(router, first, until_known=False))[0][0]
+        assert (await route(router, second, until_known=False))[0] == [chosen]
+        assert router.counts["by_hints"] == 1
+        other = next(name for name in "abc" if name != chosen)
+        for request in (first, second):
+            router.on_request_routed(request, replicas[other].replica_id, None)
+        chain = SPACE.block_hashes(list(map(ord, TEXT)))
+        assert router.hints.prefixes(chain, "abc", time.monotonic()) == {other: len(chain)}
 
     run(test())
 
@@ -118,8 +140,8 @@ def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again
             while not num_asked:  # Until the tokenizer is loaded.
                 await route(router, ask(), until_known=False)
                 await asyncio.sleep(0.01)
-            for _ in range(20):
-                assert sorted(await route(router, ask(), until_known=False)) == [["a"], ["b"]]
+            for number in range(20):
+                assert sorted(await route(router, ask(f"{number} {TEXT}"), until_known=False)) == [["a"], ["b"]]
         assert len(num_asked) == 1
         assert router.counts["by_load"] > 20
 

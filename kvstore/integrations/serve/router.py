@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from ray import serve
@@ -26,6 +27,7 @@ from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.integrations.prompt_keys import text_hashes
 from kvstore.integrations.serve.choosing import ReplicaState, rank_replicas
+from kvstore.integrations.serve.coming import ComingPrompts
 from kvstore.integrations.serve.hints import RoutedHints
 from kvstore.integrations.serve.open_work import OpenWork
 from kvstore.integrations.serve.options import RouterOptions
@@ -68,7 +70,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._reading = Bounded("prompts", options.tokenize_wait_s, num_threads=2, max_open=64)
         self._asking = Bounded("store", options.store_wait_s, options.store_pause_s, num_threads=2, max_open=8)
         self._source = self._open_source()
-        self._work = OpenWork()
+        self._work, self._coming = OpenWork(), ComingPrompts()
         self._logged_s = time.monotonic()
 
     async def choose_replicas(
@@ -92,6 +94,8 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Note where the blocks of a prompt will be, and what is left to compute of it."""
+        request = pending_request.metadata.internal_request_id
+        self._coming.end(request)
         name, chain = replica_id.unique_id, getattr(pending_request, _CHAIN, None)
         if chain is None:
             return
@@ -99,7 +103,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             self.hints.note(chain, name, self._now_s())
         costs = getattr(pending_request, _COSTS, {})
         num_tokens = costs.get(name, len(chain) * self.space.shape.block_size)
-        self._work.begin(pending_request.metadata.internal_request_id, name, num_tokens)
+        self._work.begin(request, name, num_tokens)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Note that a replica has less to compute."""
@@ -127,8 +131,11 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         if self._source is not None and self._is_space_known:
             on_nodes = await self._asking.do(self._source.locate, chain)
         by_name = {each.replica_id.unique_id: each for each in random.sample(replicas, len(replicas))}
-        now_s = self._now_s()
-        routed = self.hints.prefixes(chain, by_name, now_s)
+        # Nothing waits from here to the choice, so requests of one moment are ranked one after the other.
+        now_s, request = self._now_s(), pending.metadata.internal_request_id
+        self._coming.end(request)  # Ray Serve asks again where all were full.
+        self._coming.end_stale(now_s)
+        routed = self._routed(chain, by_name, now_s)
         self.counts["by_store" if on_nodes else "by_hints" if routed else "by_load"] += 1
         # What a store keeps is not lost when an engine's cache drops it.
         pressures = self.hints.pressures(by_name, now_s) if on_nodes is None else {}
@@ -137,15 +144,26 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             states, on_nodes or (), routed, shape=self.space.shape, num_tokens=num_tokens, options=self.options
         )
         speed = self.options.prefill_tokens_per_s
-        setattr(pending, _COSTS, {rank.node_id: round(rank.compute_s * speed) for rank in ranks})
+        costs = {rank.node_id: round(rank.compute_s * speed) for rank in ranks}
+        setattr(pending, _COSTS, costs)
+        best = ranks[0].node_id
+        self._coming.begin(request, best, chain.hashes(), costs[best], now_s)
         return [[by_name[rank.node_id]] for rank in ranks]
+
+    def _routed(self, chain: BlockHashes, replicas: Iterable[str], now_s: float) -> dict[str, int]:
+        """Return how many leading blocks each replica was sent before, or will have been sent in a moment."""
+        blocks, routed = chain.hashes(), self.hints.prefixes(chain, replicas, now_s)
+        for name in replicas:
+            if (coming := self._coming.prefix(blocks, name)) > routed.get(name, 0):
+                routed[name] = coming
+        return routed
 
     def _state_of(self, name: str, replica: RunningReplica, pressure: float) -> ReplicaState:
         queue_len = self.replica_queue_len_cache.get(replica.replica_id)
         return ReplicaState(
             replica=name,
             node_id=replica.node_id or "",
-            num_waiting_tokens=self._work.tokens_at(name, queue_len),
+            num_waiting_tokens=self._work.tokens_at(name, queue_len) + self._coming.tokens_at(name),
             num_running=queue_len or 0,
             pressure=pressure,
         )
@@ -153,6 +171,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def _forget(self, name: str) -> None:
         self.hints.forget(name)
         self._work.forget(name)
+        self._coming.forget(name)
 
     async def _read(self, pending: PendingRequest) -> tuple[BlockHashes | None, int]:
         """Return the hashes of a prompt's blocks, and its number of tokens; no hashes where it cannot be read now."""
