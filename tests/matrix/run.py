@@ -113,12 +113,18 @@ class Fleet:
         if case.transfer != "none":
             building.append(prefill.build.remote("PrefillWorker", store, **options))
         self._get(building, timeout=START_S)
-        outcome = Outcome(case=case)
+        outcome, has_room = Outcome(case=case), False
         for prompts in rounds(case.num_decoders):
             if prompts is None:
-                self._make_room(case, decoders)
+                self._make_room(case, decoders, prefill)
+                has_room = True
                 continue
-            given = [self._prefilled(case, prefill, prompt) for prompt in prompts]
+            if has_room and case.tiers == "disk" and case.transfer == "peer":
+                given = [None] * len(
+                    prompts
+                )  # A prefill would bring the blocks to its memory, from where loads are fast.
+            else:
+                given = [self._prefilled(case, prefill, prompt) for prompt in prompts]
             rows = self._answers(decoders, prompts, given)
             for prompt, row, ticket in zip(prompts, rows, given, strict=True):
                 self._count(outcome, prompt, row)
@@ -144,12 +150,16 @@ class Fleet:
             rows.append(decoder.do.remote("answer", prompt, NUM_NEW_TOKENS, False, ticket))
         return list(self._get(rows, timeout=CALL_S))
 
-    def _make_room(self, case: Case, decoders: list[Any]) -> None:
-        """Evict the pages of all engines, and with a small memory also its blocks: then they are on disk alone."""
+    def _make_room(self, case: Case, decoders: list[Any], prefill: Any) -> None:
+        """Evict the pages of all engines, and with small memories also their blocks: then they are on disk alone."""
         if case.tiers == "disk":
             self._wait_written(self._stores["disk"])
-            filler = [random.Random(self._num_cases).randrange(4096) for _ in range(NUM_FILLER_TOKENS)]
-            self._get(decoders[0].do.remote("serve", filler, 0), timeout=CALL_S)
+            rng = random.Random(self._num_cases)
+            filler, other = ([rng.randrange(4096) for _ in range(NUM_FILLER_TOKENS)] for _ in range(2))
+            filling = [decoders[0].do.remote("serve", filler, 0)]
+            if case.transfer == "peer":
+                filling.append(prefill.do.remote("prefill", other))
+            self._get(filling, timeout=CALL_S)
         self._get([decoder.do.remote("forget") for decoder in decoders], timeout=CALL_S)
 
     def _wait_written(self, store: Any) -> None:
