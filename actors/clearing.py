@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstore.actors.calls import actor_name, ask_all, what_is
@@ -17,7 +17,13 @@ _CALL_S = 10.0
 _MAX_TRIES = 8
 
 
-def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], *directories: Any, name: str = "") -> int:
+def clear_everywhere(
+    namespace: bytes,
+    stores: Mapping[str, Any],
+    *directories: Any,
+    name: str = "",
+    stores_now: Callable[[], Mapping[str, Any]] = dict,
+) -> int:
     """Clear a namespace under a later version than any that is known; raise as `Store.clear` says.
 
     Args:
@@ -26,6 +32,8 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], *directories: 
         directories: the handles of the directory's shards; None for one that is away. They notify the stores that
             cannot be reached now.
         name: of the store; "" if none of its nodes is being restarted.
+        stores_now: returns the stores that there are by then, as `stores` has them; those that began meanwhile are
+            cleared, too.
 
     Returns:
         The number of cleared blocks.
@@ -56,8 +64,35 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], *directories: 
         if refused is not None:
             raise refused
         if not late:
-            return cleared
+            return cleared + _clear_later_ones(namespace, version, stores, stores_now)
     raise StaleVersion(f"wanted to clear nodes {late}, but others went on clearing them; try again")
+
+
+def _clear_later_ones(
+    namespace: bytes, version: int, stores: Mapping[str, Any], stores_now: Callable[[], Mapping[str, Any]]
+) -> int:
+    """Clear stores that began while the others were cleared; return how many blocks they had.
+
+    Such a store may have asked the directory before that knew this clearing, and have the blocks of the node's last
+    store. One that is not there yet will ask later.
+    """
+    cleared, known = 0, dict(stores)
+    for _ in range(_MAX_TRIES):
+        later = {node: handle for node, handle in stores_now().items() if handle != known.get(node)}
+        if not later:
+            break
+        known |= later
+        methods = {node: handle.clear for node, handle in later.items()}
+        for node, said in ask_all(methods, namespace, version, timeout_s=_CALL_S).items():
+            if isinstance(said, StaleVersion):
+                continue  # It knows this clearing.
+            if isinstance(said, InvalidRequest):
+                raise said
+            if isinstance(said, KVStoreError):
+                logger.warning("clear: the %s did not answer: %s", what_is(node), said)
+            else:
+                cleared += int(said)
+    return cleared
 
 
 def _check_not_between(name: str) -> None:

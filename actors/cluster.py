@@ -137,22 +137,22 @@ class Store:
     def clear(self, space: Namespace) -> int:
         """Make all blocks of a namespace a miss on every node, and return their number.
 
-        Use it after weights changed. Readers that hold a lease finish on the old bytes, and saves that were requested
-        before are not stored. A node that cannot be reached now is notified by the directory, or by the first peer that
-        it exchanges blocks with.
+        Use it after weights changed. Leases go on with the old bytes, and saves that were requested before are not
+        stored. A node that cannot be reached now hears of it later, from the directory or from a peer.
 
         Raises:
             StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
                 clearing is not known; nothing was cleared.
             StaleVersion: other callers kept clearing this namespace; some nodes may have been cleared.
-            PeerLost, TransferTimeout: Ray itself does not answer; nothing was cleared.
+            PeerLost, TransferTimeout: Ray itself does not answer; some nodes may have been cleared.
             InvalidRequest: `space` is not a namespace, and nothing was cleared; or a store refused, and the others were
                 cleared.
         """
         self._check()
         if not isinstance(space, Namespace):
             raise InvalidRequest(f"space: wanted a kvstore.Namespace, got {type(space).__name__}")
-        return clear_everywhere(space.digest, self._handles(), *find_shards(self.config), name=self.config.name)
+        shards, name = find_shards(self.config), self.config.name
+        return clear_everywhere(space.digest, self._handles(), *shards, name=name, stores_now=self._handles)
 
     def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, int]:
         """Take a node out of service for a rolling restart.

@@ -113,8 +113,8 @@ class StoreTicket(Record, frozen=True, kw_only=True):
         num_refused: blocks at the end of the chain for which there was no slot.
         num_awaited: how many of the resident blocks another writer is still writing. It may yet give them
             up; `Pool.watch` reports the outcome.
-        num_clears: how often the namespace, or another one that shares its counter, had been cleared. If the
-            caller named another count, nothing was claimed.
+        num_clears: the count of clearings of the namespace, or of another one that shares its counter. If the caller
+            named another count, nothing was claimed.
         generations: generation of each slot, little-endian uint32; the caller may pass them to `complete_store`.
         epoch: the life of the pool; tickets of another epoch are void.
     """

@@ -3,9 +3,14 @@
 A worker reads the counter when a save is requested, and the store compares it when the save claims slots. So bytes
 computed before a clearing are never stored after it, however late the claim is. All namespaces share a few counters: if
 two groups share one, clearing the first also drops saves of the second that have not claimed slots yet.
+
+A store's counters begin at random, unless it goes on from those of its last life. One that is told of clearings by
+others counts one for several of them, so from 0 it could come to a number that a worker read before.
 """
 
 from __future__ import annotations
+
+import secrets
 
 _GROUP_BYTES = 2
 #: A power of two, at most 256 ** _GROUP_BYTES: so all namespaces of one group share a counter.
@@ -32,8 +37,14 @@ class ClearCounts:
     def __init__(self, memory: memoryview | None = None) -> None:
         self._counters = (memoryview(bytearray(CLEARS_BYTES)) if memory is None else memory).cast("Q")
 
+    def begin_at_random(self) -> None:
+        """Let no number be one of another life, before anyone reads these; leaves room for 2 ** 63 clearings."""
+        first = secrets.randbits(63)
+        for at in range(_NUM_COUNTERS):
+            self._counters[at] = first
+
     def get(self, namespace: bytes) -> int:
-        """Return how often a namespace, or another one that shares its counter, was cleared. Never waits."""
+        """Return a number that was another one before a namespace, or one that shares it, was cleared. Never waits."""
         return int(self._counters[_place_of(namespace)])
 
     def add(self, namespace: bytes) -> None:

@@ -119,6 +119,7 @@ class PresenceTable:
         memory[:EPOCH_BYTES] = epoch
         self._head: memoryview | bytearray = memoryview(memory)[:HEAD_BYTES]
         self.clears = ClearCounts(memoryview(memory)[CLEARS_AT : CLEARS_AT + CLEARS_BYTES])
+        self.clears.begin_at_random()
         self.counts = PresenceCounts(memoryview(memory)[HEAD_BYTES:])
 
     def set_alone(self, alone: bool) -> None:

@@ -136,6 +136,7 @@ class PoolService:
         config, alignment = self._config, SLOT_ALIGNMENT_BYTES if self._disk is None else PAGE_BYTES
         slot_bytes, num_slots = divided(config.capacity_bytes, block_bytes, alignment)
         max_pinned = max(1, int(num_slots * config.max_pinned_fraction))
+        policy = partial(make_policy, config.eviction, num_slots)
         pool = Pool(
             num_slots,
             max_pinned,
@@ -145,11 +146,9 @@ class PoolService:
             clears=self._presence.clears,
             on_published=self.traffic.hearing(self.block_bytes, None if self._disk is None else self._disk.offer),
             on_used=None if self._disk is None or config.disk_min_uses == 1 else self._disk.used,
-            eviction=make_policy(config.eviction, num_slots),
+            eviction=policy(),
             has_roots=config.num_directory_shards > 1,
-            tenants=memory_tenants(
-                config.tenants, num_slots, slot_bytes, partial(make_policy, config.eviction, num_slots)
-            ),
+            tenants=memory_tenants(config.tenants, num_slots, slot_bytes, policy),
         )
         if image is not None:
             pool.adopt(image)
@@ -328,22 +327,24 @@ class PoolService:
         Raises:
             InvalidRequest: `version` is far ahead of the one known here; nothing changed.
         """
-        # The control thread sweeps the slots later, in steps: this may be that thread, and a full sweep takes long.
+        # The control thread sweeps later, in steps: this may be that thread, and a full sweep takes long.
         with suppress(StoreUnavailable):  # The memory was handed over: the next life hears of it.
             if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)) is not None:
                 self._wake()
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
+        # Memory and disk in one step, so that no block survives on its way from one to the other.
         def clear_disk() -> bool:
-            # In the step that clears the memory, so that no block survives on its way from one to the other.
-            return is_news() and (self._disk is None or self._disk.clear(namespace))
+            return self._disk is None or self._disk.clear(namespace)
 
-        cleared = self.current.begin_clear(namespace, clear_disk)
+        pool = self.current
+        cleared = pool.begin_clear(namespace, lambda: is_news() and clear_disk())
+        while pool is not self.current:  # The first namespace attached meanwhile, and blocks may be here by now.
+            pool = self.current
+            cleared = (cleared or 0) + (pool.begin_clear(namespace, clear_disk) or 0)
         if cleared is not None:
             # Even when no block was dropped: the directory notifies the stores that do not know the version yet.
             self._changed()
-            log_life(
-                "namespace_cleared", limit=self._limit, node=self._node_id, namespace=namespace.hex()[:12],
-                version=self.versions.get(namespace), num_blocks=cleared,
-            )  # fmt: skip
+            log_life("namespace_cleared", limit=self._limit, node=self._node_id, namespace=namespace.hex()[:12],
+                     version=self.versions.get(namespace), num_blocks=cleared)  # fmt: skip
         return cleared

@@ -555,7 +555,7 @@ class Pool:
             return bool(self.table.index.cleared)
 
     def num_clears(self, namespace: bytes) -> int:
-        """Return how often a namespace, or another one that shares its counter, was cleared here."""
+        """Return the count of clearings of a namespace, or of one that shares its counter; see `ClearCounts`."""
         with self._lock:
             return self._clears.get(namespace)
 

@@ -172,3 +172,35 @@ def test_a_clearing_that_others_outrun_again_and_again_is_an_error():
     directory = Handle(version=known.get, hear_clearing=known.hear)
     with pytest.raises(StaleVersion, match=r"nodes \['b'\]"):
         clear_everywhere(SPACE.digest, {"a": Handle(version=known.get, clear=known.advance), "b": away}, directory)
+
+
+def test_a_store_that_begins_while_others_are_asked_is_cleared_though_it_asked_the_directory_before():
+    old, known, later = NamespaceVersions(), NamespaceVersions(), NamespaceVersions()
+    b = Handle(version=old.get, clear=lambda namespace, version: 4 * (old.advance(namespace, version) == version))
+    first = Handle(version=lost, clear=lost)  # Of node a, whose next store takes its blocks over.
+    following = Handle(clear=lambda namespace, version: 16 * (later.advance(namespace, version) == version))
+    here = [{"a": first, "b": b}, {"a": following, "b": b}]
+    directory = directory_of_versions(known)
+    assert clear_everywhere(SPACE.digest, here[0], directory, stores_now=lambda: here[-1]) == 20
+    assert [versions.get(SPACE.digest) for versions in (old, known, later)] == [1, 1, 1]
+
+
+def test_stores_that_begin_meanwhile_are_looked_for_until_none_is_new():
+    known, asked = NamespaceVersions(), []
+
+    def store(number):
+        def clear(namespace, version):
+            asked.append(number)
+            if number == 1:
+                lost()  # It ended, too.
+            if number == 3:
+                raise StaleVersion("knows it")
+            return 1
+
+        return Handle(version=lambda namespace: 0, clear=clear)
+
+    stores = [{"a": store(number)} for number in range(4)]
+    now = iter([*stores[1:], stores[3], stores[3]])
+    directory = directory_of_versions(known)
+    assert clear_everywhere(SPACE.digest, stores[0], directory, stores_now=lambda: next(now)) == 2
+    assert asked == [0, 1, 2, 3]

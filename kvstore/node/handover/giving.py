@@ -21,7 +21,6 @@ from kvstore.node.handover.processes import pid_of
 from kvstore.node.handover.transfer import GIVE, HAVE, MOST_DESCRIPTORS, Parcel, connect, receive, send
 from kvstore.pool.handover.adoption import OLD_WRITER
 from kvstore.pool.handover.image import OldWriters, PoolImage
-from kvstore.rpc.connection import Role
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
@@ -167,7 +166,8 @@ class UserProcesses:
 
     def _collect(self, core: NodeCore) -> None:
         connections = list(core.control.server.connections)
-        mover = next((each for each in connections if each.role is Role.MOVER), None)
+        # Another one that said that it is a mover may be there, and was given no READ.
+        mover = core.state.mover.connection
         # Where there is no process besides the store, that is there twice.
         if mover is None or self._copy(mover.pidfd, mover.pid) != 1:
             self._copies.append(os.dup(self._copies[0]))

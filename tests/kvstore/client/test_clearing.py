@@ -190,3 +190,23 @@ def test_a_clearing_is_known_before_anything_new_can_be_stored_and_after_nothing
     assert pool.clear(cluster.space.digest, is_news) == 3
     assert seen == [(1, True)]
     assert pool.clear(cluster.space.digest, lambda: False) is None
+
+
+def test_what_the_first_client_saves_while_a_clearing_begins_is_cleared_also_on_the_disk(
+    cluster, monkeypatch, tmp_path
+):
+    core = cluster.add("b", disk_path=str(tmp_path), disk_capacity_bytes=1 << 20)
+    service, hashes, saved = core.state.pool_service, cluster.hashes(3), []
+    versions, first = service.versions, service.current
+
+    def attach_and_save(*args):
+        # In the middle of the clearing of the pool that the node had until now.
+        saved.append(cluster.worker("b").save(hashes, range(3)).num_written)
+        return advance(*args)
+
+    advance = versions.advance
+    monkeypatch.setattr(versions, "advance", attach_and_save)
+    assert service.clear(cluster.space.digest) == 3
+    assert (saved, service.current is first) == ([3], False)
+    assert cluster.worker("b").client.lookup(hashes).num_blocks == 0
+    assert not core.state.disk.lookup(parts_of(cluster.worker("b").client).chain(hashes))

@@ -27,12 +27,12 @@ def connection(process, owner="client-1", role=Role.CLIENT, pidfd=None):
     return SimpleNamespace(role=role, owner=owner, pid=process.pid, pidfd=pidfd, ended=False)
 
 
-def processes_of(*connections, old_uses=None):
-    """Return the processes of a store in which each of these owners has something."""
+def processes_of(*connections, old_uses=None, mover=None):
+    """Return the processes of a store in which each of these owners has something, and `mover` reads."""
     holds = SimpleNamespace(holds=lambda owner: True)
     old = None if old_uses is None else SimpleNamespace(processes=SimpleNamespace(uses=lambda: old_uses))
     control = SimpleNamespace(server=SimpleNamespace(connections=connections), handoffs=holds)
-    state = SimpleNamespace(pool_service=SimpleNamespace(current=holds))
+    state = SimpleNamespace(pool_service=SimpleNamespace(current=holds), mover=SimpleNamespace(connection=mover))
     return contextlib.closing(UserProcesses(SimpleNamespace(control=control, state=state, old=old)))
 
 
@@ -64,9 +64,13 @@ def test_slots_of_ranks_wait_for_all_of_them(process):
 
 
 def test_slots_that_the_store_fills_wait_for_it_for_its_mover_and_for_their_readers(process):
-    with processes_of(connection(process, "mover-1", Role.MOVER)) as made:
-        held = made.held(writers("!mover"), {}, OWN_UNTIL_S)
-        assert (pids(made, held), held.until_s) == (sorted([os.getpid(), process.pid]), OWN_UNTIL_S)
+    mover = connection(process, "mover-1", Role.MOVER)
+    turned_away = connection(SimpleNamespace(pid=os.getppid(), pidfd=os.pidfd_open(os.getppid())), "m", Role.MOVER)
+    for connections in ([mover, turned_away], [turned_away, mover]):
+        with processes_of(*connections, mover=mover) as made:
+            held = made.held(writers("!mover"), {}, OWN_UNTIL_S)
+            assert (pids(made, held), held.until_s) == (sorted([os.getpid(), process.pid]), OWN_UNTIL_S)
+    os.close(turned_away.pidfd)
 
 
 def test_slots_of_a_worker_over_ray_wait_for_their_deadline(process):
@@ -106,7 +110,7 @@ def test_a_worker_that_holds_something_and_has_no_connection_ends_the_giving(pro
 def test_only_processes_that_are_waited_for_are_sent(process):
     mover, idle = connection(process, "mover-1", Role.MOVER), os.pidfd_open(os.getppid())
     idler = connection(SimpleNamespace(pid=os.getppid(), pidfd=idle), "client-2")
-    with processes_of(mover, idler, connection(process)) as made:
+    with processes_of(mover, idler, connection(process), mover=mover) as made:
         held = made.held(writers("client-1"), {}, OWN_UNTIL_S)
         assert (pids(made, held), len(made.pidfds)) == ([process.pid], 2)
     os.close(idle)
