@@ -270,14 +270,38 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 @click.command()
 @click.option("--routers", default=";".join(ROUTERS), show_default=True, help="Separated by semicolons.")
 @click.option("--mixes", default=",".join(MIXES), show_default=True)
-@click.option("--replicas", default=4, show_default=True)
-@click.option("--streams", default=24, show_default=True, help="Clients, each with one request at a time.")
-@click.option("--requests", "num_requests", default=1200, show_default=True)
-@click.option("--think-s", default=1.0, show_default=True, help="Mean time between an answer and the next request.")
-@click.option("--cache-blocks", default=160, show_default=True, help=f"Of each replica; {BLOCK_SIZE} tokens each.")
-@click.option("--tokens-per-s", default=2_500.0, show_default=True, help="How fast a replica computes prompts.")
-@click.option("--answer-tokens-per-s", default=100.0, show_default=True)
-@click.option("--seeds", default=12, show_default=True)
+@click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option(
+    "--streams",
+    type=click.IntRange(min=1),
+    default=24,
+    show_default=True,
+    help="Clients, each with one request at a time.",
+)
+@click.option("--requests", "num_requests", type=click.IntRange(min=1), default=1200, show_default=True)
+@click.option(
+    "--think-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Mean time between an answer and the next request.",
+)
+@click.option(
+    "--cache-blocks",
+    type=click.IntRange(min=1),
+    default=160,
+    show_default=True,
+    help=f"Of each replica; {BLOCK_SIZE} tokens each.",
+)
+@click.option(
+    "--tokens-per-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=2_500.0,
+    show_default=True,
+    help="How fast a replica computes prompts.",
+)
+@click.option("--answer-tokens-per-s", type=click.FloatRange(min=0, min_open=True), default=100.0, show_default=True)
+@click.option("--seeds", type=click.IntRange(min=1), default=12, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the document to this file as well.")
 def main(routers: str, mixes: str, as_json: bool, output: str | None, **settings: Any) -> None:

@@ -165,19 +165,33 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 @click.command()
 @click.option("--routers", default=",".join(DEFAULTS), show_default=True, help="Comma-separated; `pow2` is Ray's own.")
-@click.option("--replicas", default=2, show_default=True)
-@click.option("--groups", default=8, show_default=True, help="System prompts.")
-@click.option("--requests", "num_requests", default=96, show_default=True)
-@click.option("--system-tokens", default=512, show_default=True)
-@click.option("--own-tokens", default=64, show_default=True)
-@click.option("--answer-tokens", default=4, show_default=True)
-@click.option("--at-once", default=4, show_default=True)
-@click.option("--cache-mib", default=16, show_default=True, help="Of each engine; a token of the model has 4 KiB.")
-@click.option("--warm-up", default=16, show_default=True, help="Requests before those that count.")
+@click.option("--replicas", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--groups", type=click.IntRange(min=1), default=8, show_default=True, help="System prompts.")
+@click.option("--requests", "num_requests", type=click.IntRange(min=1), default=96, show_default=True)
+@click.option("--system-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--own-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--answer-tokens", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--at-once", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option(
+    "--cache-mib",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Of each engine; a token of the model has 4 KiB.",
+)
+@click.option(
+    "--warm-up", type=click.IntRange(min=0), default=16, show_default=True, help="Requests before those that count."
+)
 @click.option("--store", is_flag=True, help="All replicas share one store.")
 @click.option("--simulated", is_flag=True, help="Replicas that compute nothing, but take a prompt's time.")
-@click.option("--tokens-per-s", default=5_000.0, show_default=True, help="Of simulated replicas.")
-@click.option("--port", default=8000, show_default=True)
+@click.option(
+    "--tokens-per-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5_000.0,
+    show_default=True,
+    help="Of simulated replicas.",
+)
+@click.option("--port", type=click.IntRange(1, 65_535), default=8000, show_default=True)
 @click.option("--seed", default=1, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the document to this file as well.")

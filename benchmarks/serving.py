@@ -266,7 +266,13 @@ def _native_dtype() -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True,
               help="Measurements of the longest prompts; others have more.")  # fmt: skip
-@click.option("--tokens", "lengths", type=int, multiple=True, help="Lengths of prompts; may be given several times.")
+@click.option(
+    "--tokens",
+    "lengths",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Lengths of prompts; may be given several times.",
+)
 @click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS, show_default=True,
               help="What to measure on the CPU; may be given several times.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True,

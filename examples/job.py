@@ -1,7 +1,7 @@
 """A Ray job that uses the store: one process saves blocks, another finds and loads them.
 
 Run it with examples/submit_job.sh, or on a cluster of yours:
-    ray job submit --address http://HEAD:8265 --working-dir . -- python examples/job.py
+    ray job submit --address http://HEAD:8265 --working-dir examples -- python job.py
 """
 
 import ray

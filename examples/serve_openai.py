@@ -34,11 +34,11 @@ def need_serve() -> None:
 
 
 @click.command()
-@click.option("--replicas", default=1, show_default=True, help="Of each deployment.")
+@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Of each deployment.")
 @click.option("--one-deployment", is_flag=True, help="Engines that prefill and decode, instead of two deployments.")
 @click.option("--router", type=click.Choice(list(ROUTERS)), default="prefix", show_default=True)
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8000, show_default=True)
+@click.option("--port", type=click.IntRange(1, 65_535), default=8000, show_default=True)
 @click.option("--address", help="Use the Ray cluster here, and its store; otherwise both are started.")
 @click.option("--store", default="default", show_default=True, help="Name of the store.")
 @click.option("--check", "checks", is_flag=True, help="Ask the app some questions, show what was found, and end.")

@@ -1,7 +1,7 @@
 """A job that serves with a store which runs already: a worker on each node, and prompts that share their beginning.
 
 The engine is a stand-in whose KV can be told apart, so every loaded byte is compared. On a cluster with a store:
-    ray job submit --address http://HEAD:8265 --working-dir . -- python examples/serving_job.py
+    ray job submit --address http://HEAD:8265 --working-dir examples -- python serving_job.py
 """
 
 import ray

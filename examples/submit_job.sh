@@ -94,6 +94,4 @@ PYTHON
 }
 echo "asked without a token it answers $answer"
 
-timeout 150 ray job submit --address "$url" --working-dir . \
-    --runtime-env-json '{"excludes": [".git", ".venv*", ".*_cache", ".hypothesis", "build", "dist", "docs", "tests"]}' \
-    -- python examples/job.py
+timeout 150 ray job submit --address "$url" --working-dir examples -- python job.py

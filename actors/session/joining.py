@@ -161,10 +161,12 @@ def find_ray(deadline_s: float = math.inf) -> tuple[str | None, str]:
             raise StoreNotRunning("no process of it is left here, or they are another user's")
         check_answers(address, deadline_s)
     except StoreNotRunning as error:
+        others = ", ".join(sorted({one.address for one in here if not _are_same(one.address, address)}))
+        running = f" (running here: {others})" if others else ""
         raise StoreNotRunning(
             f"`ray start` began a Ray at {address} on this machine, and it does not answer: {error}. Start it again "
-            f"with `ray start --head`, pass address=, or, for a Ray of this process alone, address={LOCAL!r}; it is "
-            f"forgotten when {file} is removed"
+            f"with `ray start --head`, pass address={running}, or, for a Ray of this process alone, address={LOCAL!r}; "
+            f"it is forgotten when {file} is removed"
         ) from error
     beside = [one.address for one in here if one.outlives_starter and Path(one.folder) == file.parent]
     _check_one([address, *(other for other in beside if not _are_same(other, address))])

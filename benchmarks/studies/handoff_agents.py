@@ -429,7 +429,7 @@ def _peer_copy(rows: list[dict[str, Any]]) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--rounds", default=7, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--dry", is_flag=True, help="On host memory.")
 @click.option("--log", default="", help="Where the sides write what UCX says about its lanes.")
 @click.option("--only", default="", help="Steps, separated by commas.")

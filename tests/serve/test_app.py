@@ -72,8 +72,8 @@ def test_a_client_that_goes_away_leaves_no_pin(app):
     assert app.text()
 
 
-def post(url, body):
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+def post(url, body, content_type="application/json"):
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": content_type})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -88,6 +88,7 @@ def post(url, body):
         ("completions", b"[]"),
         ("completions", b'{"model": "tiny-llama", "prompt": "x", "temperature": "warm"}'),
         ("completions", b'{"model": "tiny-llama", "prompt": "x", "max_tokens": -5}'),
+        ("completions", b'{"model": "tiny-llama", "prompt": "x", "max_tokens": NaN}'),
         ("completions", b'{"model": "another", "prompt": "x"}'),
         ("completions", json.dumps({"model": MODEL_ID, "prompt": "x" * 5_000, "max_tokens": 1}).encode()),
         ("chat/completions", b'{"model": "tiny-llama", "messages": "hello"}'),
@@ -101,6 +102,14 @@ def test_a_malformed_request_is_a_4xx_that_says_why_and_disturbs_no_other(app, p
     assert 400 <= status < 500, answer
     assert answer["error"]["message"]
     assert app.text() == wanted
+
+
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain"])
+def test_a_body_of_another_content_type_is_a_400_that_names_the_header(app, content_type):
+    status, answer = post(f"{app.url}/completions", b'{"model": "tiny-llama", "prompt": "x"}', content_type)
+
+    assert status == 400, answer
+    assert f"application/json, got Content-Type: {content_type}" in answer["error"]["message"]
 
 
 def test_what_a_client_says_of_its_blocks_reaches_the_store_and_its_tickets_do_not(app):

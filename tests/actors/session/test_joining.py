@@ -268,6 +268,10 @@ def test_a_recorded_address_counts_only_while_a_ray_of_this_user_is_there(gcs, m
     with pytest.raises(StoreNotRunning, match="another user's"):
         find_ray()
     assert one.shown == [], "nothing of this user goes there"
+    others = [LocalRay(f"127.0.0.1:{port}", "/tmp/ray", True) for port in (2, 1, 2)]
+    monkeypatch.setattr(joining, "rays_here", lambda: others)
+    with pytest.raises(StoreNotRunning, match=r"address= \(running here: 127\.0\.0\.1:1, 127\.0\.0\.1:2\), or"):
+        find_ray()
     monkeypatch.setattr(joining, "rays_here", lambda: [LocalRay(one.address, str(tmp_path), True)])
     assert find_ray()[0] == one.address
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
