@@ -580,7 +580,8 @@ class Pool:
 
         This pool has the same memory and was never used. Slots to which writers of the last life may still write have
         the owners `OLD_WRITER` plus their number in the image: call `release_owner` when they are gone. Blocks that
-        readers of it may still read are leased until those leases end.
+        readers of it may still read are leased until those leases end, to `OLD_READER` plus their number: call
+        `release_owner` if all of these readers are gone before.
 
         Raises:
             ProtocolError: the image contradicts itself; nothing changed.

@@ -19,8 +19,8 @@ from kvstore.node.core import NodeCore
 from kvstore.node.handover.message import Held, Message, pack_blocks, samples_of, seal
 from kvstore.node.handover.processes import pid_of
 from kvstore.node.handover.transfer import GIVE, HAVE, MOST_DESCRIPTORS, Parcel, connect, receive, send
-from kvstore.pool.handover.adoption import OLD_WRITER
-from kvstore.pool.handover.image import OldWriters, PoolImage
+from kvstore.pool.handover.adoption import OLD_READER, OLD_WRITER
+from kvstore.pool.handover.image import OldReaders, OldWriters, PoolImage
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
@@ -107,14 +107,15 @@ def _message(core: NodeCore, image: PoolImage, processes: UserProcesses, directo
     sizes = [service.block_bytes[namespace] for namespace in image.namespaces]
     handoffs, own_until_s = core.control.handoffs, clock.now_s() + state.config.lease_ttl_s
     users = handoff_users(handoffs.table, handoffs.fetcher.users())
+    writers = processes.held_by_all(image.writers, users, own_until_s)
     return Message(
         store=state.config.name, node=state.node_id, epoch=state.epoch, capacity_bytes=state.arena.num_bytes,
         slot_bytes=service.slot_bytes, block_bytes=dict(service.block_bytes), versions=state.versions.since(0)[1],
         directory=directory, clears=state.presence.clears.copy(), generations=image.generations.astype("<u4").tobytes(),
         tenants=image.tenants, owners=image.owners.tobytes(), namespaces=image.namespaces,
         blocks=pack_blocks(image.blocks),
-        writers=tuple(processes.held(entry, users, own_until_s) for entry in image.writers),
-        readers=tuple(Held(entry.until_s, pack_ints(entry.slots)) for entry in image.readers),
+        writers=writers,
+        readers=tuple(map(processes.held_by_readers, image.readers)),
         samples=samples_of(image.blocks, sizes, service.slot_bytes, state.arena.memory),
     )  # fmt: skip
 
@@ -151,6 +152,8 @@ class UserProcesses:
         self._copy_of = {os.getpid(): 0}
         self._of: dict[str, tuple[set[int], float]] = {}
         self._nameless = set[str]()
+        #: Owners of what is only read though the pool has it as a write: of blocks cleared in the life before.
+        self._only_read = set[str]()
         #: Indexes of `_copies` in the order of `pidfds`.
         self._sent = [0, 1]
         try:
@@ -161,7 +164,7 @@ class UserProcesses:
 
     @property
     def pidfds(self) -> tuple[int, ...]:
-        """Of the store, of its mover, and of each process that `held` has named; they stay this object's."""
+        """Of the store, of its mover, and of each process that `held...` has named; they stay this object's."""
         return tuple(self._copies[copy] for copy in self._sent)
 
     def _collect(self, core: NodeCore) -> None:
@@ -177,19 +180,35 @@ class UserProcesses:
                 continue
             copies, _ = self._of.setdefault(owner, (set(), 0.0))
             if connection.pidfd >= 0:
-                copies.add(self._copy(connection.pidfd, connection.pid))
+                copies.add(copy := self._copy(connection.pidfd, connection.pid))
+                if connection.pid and self._copy_of.get(connection.pid) != copy:
+                    copies.add(-1)  # Its number is another known process by now.
             elif not connection.ended and not any(c.owner == owner and c.pidfd >= 0 for c in connections):
                 self._nameless.add(owner)
         for use in () if core.old is None else core.old.processes.uses():
             self._of[use.owner] = {self._copy(pidfd, 0) for pidfd in use.pidfds}, use.until_s
+            if use.is_read:
+                self._only_read.add(use.owner)
 
     def close(self) -> None:
         """Close all pidfds; call this once."""
         for copy in self._copies:
             os.close(copy)
 
+    def held_by_all(
+        self, entries: Sequence[OldWriters], users: Mapping[str, list[User]], own_until_s: float
+    ) -> tuple[Held, ...]:
+        """Return entries as from `held`; those that are only read come last, and get the room that is left."""
+        ordered = sorted(entries, key=self._is_only_read)
+        return tuple(self.held(entry, users, own_until_s) for entry in ordered)
+
+    def _is_only_read(self, entry: OldWriters) -> bool:
+        return self._only_read.issuperset(entry.owners)
+
     def held(self, entry: OldWriters, users: Mapping[str, list[User]], own_until_s: float) -> Held:
         """Return slots with the processes that have to end before these are used again.
+
+        Those to which nobody writes are as from `held_by_readers`.
 
         Args:
             entry: the slots, and their owners.
@@ -200,6 +219,8 @@ class UserProcesses:
             ConfigError: the process of an owner cannot be named, or there are too many. This memory must not be used
                 again.
         """
+        if self._is_only_read(entry):
+            return self.held_by_readers(OldReaders(entry.owners or entry.readers, entry.until_s, entry.slots))
         until_s, places = entry.until_s, set[int]()
         for owner in entry.owners:
             for user, user_until_s in users.get(owner, [(owner, 0.0)]):
@@ -212,6 +233,32 @@ class UserProcesses:
                     places |= {0, 1}
                     until_s = max(until_s, own_until_s)
         return Held(until_s, pack_ints(entry.slots), tuple(sorted(places)))
+
+    def held_by_readers(self, entry: OldReaders) -> Held:
+        """Return slots that are only read, with the processes that free them by their end, also before their time.
+
+        These are the processes of all readers. There are none if one reader has none that can be named: it is a caller
+        over Ray, the store of another node or a part of this one, or the kernel does not name it; nor if the parcel has
+        no room for more. Then the time alone frees the slots, which is right for every lease. So a reader never ends
+        the giving.
+        """
+        until_s, copies = entry.until_s, set[int]()
+        is_named = len(entry.owners) > 0
+        for owner in entry.owners:
+            theirs, their_until_s = self._of.get(owner, (set[int](), 0.0))
+            until_s, copies = max(until_s, their_until_s), copies | theirs
+            if owner.startswith(_WORKERS):
+                # A pidfd that is closed (-1) is no proof of an end here: the worker may have connected once more.
+                is_named = is_named and len(theirs) > 0 and -1 not in theirs and owner not in self._nameless
+            else:
+                # Of the life before: -1 is a process that has ended, and without any only the time counts.
+                is_named = is_named and len(theirs) > 0 and owner.startswith((OLD_READER, OLD_WRITER))
+        copies.discard(-1)
+        if not is_named or len(copies.union(self._sent)) > MOST_DESCRIPTORS:
+            return Held(until_s, pack_ints(entry.slots), is_read=True)
+        # Without processes all are gone, so no time is left.
+        places = tuple(sorted(map(self._place, copies)))
+        return Held(until_s if places else 0.0, pack_ints(entry.slots), places, is_read=True)
 
     def _named(self, owner: str) -> tuple[set[int], float]:
         """Return the places of an owner's processes that may live, and its time."""

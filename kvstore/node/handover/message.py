@@ -19,7 +19,8 @@ from kvstore.blocks.indexes import ints_in, pack_ints
 from kvstore.errors import ProtocolError
 from kvstore.pool.handover.image import BlockColumns, OldReaders, OldWriters, PoolImage
 
-#: Raise it when a field changes, or the order of bytes in a block, or the hash of a block.
+#: Raise it when a field changes, or the order of bytes in a block, or the hash of a block. A field at the end of a
+#: record needs no other number if its default is what messages without it mean.
 FORMAT = 2
 _MAGIC = b"raykv-handover"
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sH32s")
@@ -29,17 +30,21 @@ _MOST_SAMPLES = 32
 
 
 class Held(Record, frozen=True):
-    """Slots that must not be used again before `until_s`, and before all these processes are gone.
+    """Slots that processes may still use. See `OldUse` for the rule by which they are free.
 
     Args:
         until_s: of kvstore.runtime.clock.
         slots: from `pack_ints`.
-        processes: each an index into the pidfds that come with the message.
+        processes: each an index into the pidfds that come with the message. Of slots that are only read: all that may
+            read them, or none if one of these cannot be named.
+        is_read: whether nobody writes to them. False in messages of versions that did not know it, which name no
+            process of a reader.
     """
 
     until_s: float
     slots: bytes
     processes: tuple[U16, ...] = ()
+    is_read: bool = False
 
 
 class Sample(Record, frozen=True):
@@ -150,7 +155,7 @@ def image_of(message: Message) -> PoolImage:
             roots=_numbers(roots, np.dtype("<u4")),
         ),
         writers=tuple(OldWriters((), held.until_s, ints_in(held.slots)) for held in message.writers),
-        readers=tuple(OldReaders(held.until_s, ints_in(held.slots)) for held in message.readers),
+        readers=tuple(OldReaders((), held.until_s, ints_in(held.slots)) for held in message.readers),
     )  # fmt: skip
     image.check()
     if not message.block_bytes.keys() >= set(message.namespaces):

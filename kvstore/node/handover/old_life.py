@@ -10,10 +10,10 @@ from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError
 from kvstore.memory.arena import Arena
 from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES
-from kvstore.node.handover.message import Message
+from kvstore.node.handover.message import Held, Message
 from kvstore.node.handover.processes import OldProcesses, OldUse
 from kvstore.node.state import NodeState
-from kvstore.pool.handover.adoption import OLD_WRITER
+from kvstore.pool.handover.adoption import OLD_READER, OLD_WRITER
 from kvstore.pool.handover.image import PoolImage
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.runtime import clock
@@ -58,12 +58,8 @@ class OldLife:
 
     def __init__(self, arena: Arena, message: Message, image: PoolImage, pidfds: tuple[int, ...]) -> None:
         self.arena, self._message, self._image = arena, message, image
-        uses = [
-            OldUse(f"{OLD_WRITER}{number}", held.until_s, tuple(pidfds[at] for at in held.processes))
-            for number, held in enumerate(message.writers)
-        ]
         self._state: NodeState | None = None
-        self.processes = OldProcesses(pidfds, uses, self._release)
+        self.processes = OldProcesses(pidfds, uses_of(message, pidfds), self._release)
         self.beginning = Beginning()
 
     def begin(self, state: NodeState) -> None:
@@ -124,7 +120,22 @@ class OldLife:
     def _release(self, owner: str) -> None:
         assert self._state is not None, "released only after `settle`"
         num_freed = self._state.pool_service.current.release_owner(owner)
-        logger.info("a worker of the old store is gone, and %d writes with it: its slots are free", num_freed)
+        if num_freed:  # A lease whose time has passed has ended by itself.
+            logger.info("%s: the workers of the old store that had these slots are gone, so the slots are free", owner)
+
+
+def uses_of(message: Message, pidfds: tuple[int, ...]) -> list[OldUse]:
+    """Return what has to be over before slots may be used again, by the owners that `adopt` gives them.
+
+    Leases that only their time ends are left out: they end in the pool.
+    """
+
+    def of(owner: str, held: Held, *, is_read: bool) -> OldUse:
+        return OldUse(owner, held.until_s, tuple(pidfds[at] for at in held.processes), is_read)
+
+    writers = [of(f"{OLD_WRITER}{at}", held, is_read=held.is_read) for at, held in enumerate(message.writers)]
+    readers = [of(f"{OLD_READER}{at}", held, is_read=True) for at, held in enumerate(message.readers) if held.processes]
+    return writers + readers
 
 
 def check_is_of(message: Message, config: StoreConfig, node_id: str) -> None:

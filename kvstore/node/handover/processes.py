@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,19 +51,35 @@ def end(pidfd: int, patience_s: float, killed_within_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OldUse:
-    """Slots of the pool that belong to `owner` until a time has passed and processes are gone."""
+    """Slots of the pool that belong to `owner` until a time has passed, processes are gone, or both.
+
+    Slots that someone may write to wait for both: a writer looks at no clock. Slots that are only read wait for the
+    first of the two. A reader uses no bytes after the end of its lease, so the time alone is enough. And if all that
+    may read have ended, nobody is left that the time protects. That needs the processes of all readers: without any,
+    one of them has no name, and only the time counts.
+
+    Args:
+        owner: of a lease or a write in the pool.
+        until_s: of kvstore.runtime.clock; of readers the end of their last lease.
+        pidfds: of the processes.
+        is_read: whether nobody writes to them.
+    """
 
     owner: str
     until_s: float
     pidfds: tuple[int, ...]
+    is_read: bool = False
 
-    def is_over(self, now_s: float) -> bool:
-        """Return whether these slots may be used again."""
-        return now_s > self.until_s and all(map(has_ended, self.pidfds))
+    def is_over(self, now_s: float, ended: Set[int]) -> bool:
+        """Return whether these slots may be used again; `ended` are the pidfds of processes that are gone."""
+        is_due, are_gone = now_s > self.until_s, ended >= set(self.pidfds)
+        if self.is_read:
+            return is_due or (len(self.pidfds) > 0 and are_gone)
+        return is_due and are_gone
 
 
 class OldProcesses:
-    """Frees the slots of processes of an earlier life when these have ended. It owns all pidfds.
+    """Frees the slots of processes of an earlier life by the rule of `OldUse`. It owns all pidfds.
 
     Args:
         pidfds: all of them.
@@ -96,7 +112,9 @@ class OldProcesses:
         while self._uses and not self._closed.is_set():
             try:
                 now_s = clock.now_s()
-                for owner in [owner for owner, use in self._uses.items() if use.is_over(now_s)]:
+                # Once for each process: one that has died may have read thousands of runs.
+                ended = set(filter(has_ended, self._pidfds))
+                for owner in [owner for owner, use in self._uses.items() if use.is_over(now_s, ended)]:
                     self._release(owner)
                     del self._uses[owner]
                 guard.passed()

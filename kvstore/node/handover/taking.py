@@ -64,7 +64,7 @@ def _open(parcel: Parcel, config: StoreConfig, node_id: str) -> OldLife:
         raise ProtocolError(f"the index of the old store has {size} bytes; this store begins cold")
     message = unseal(_read(parcel.message, size))
     check_is_of(message, config, node_id)
-    if any(at >= len(parcel.processes) for held in message.writers for at in held.processes):
+    if any(at >= len(parcel.processes) for held in message.writers + message.readers for at in held.processes):
         raise ProtocolError("the index of the old store names a process that did not come with it")
     image = image_of(message)
     arena = keep_arena(os.dup(parcel.arena), message.capacity_bytes)

@@ -33,7 +33,8 @@ def adopt(table: SlotTable, leases: LeaseTable, writes: WriteTable, image: PoolI
     its order; those that old readers may still read stay, beyond the quota.
 
     Slots that old writers may still write to belong to the owners `OLD_WRITER` plus their number in the image, until
-    `Pool.release_owner`. Blocks that old readers may still read have a lease until the end of theirs.
+    `Pool.release_owner`. Blocks that old readers may still read have a lease until the end of theirs, with the owners
+    `OLD_READER` plus their number, or until `Pool.release_owner`.
 
     Raises:
         InvalidRequest: the pool was used already, or has fewer slots; nothing changed.

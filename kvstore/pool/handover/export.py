@@ -15,6 +15,8 @@ from kvstore.pool.writes import WriteTable
 
 #: The owner of slots that a READ of the mover may still write to.
 MOVER = "!mover"
+#: Of a slot: the end of the last lease, and the owners of all.
+_Read = tuple[float, frozenset[str]]
 
 
 def export(table: SlotTable, leases: LeaseTable, writes: WriteTable) -> PoolImage:
@@ -28,19 +30,16 @@ def export(table: SlotTable, leases: LeaseTable, writes: WriteTable) -> PoolImag
         ready = table.index.spaces[name].ready.values()
         slots += ready
         spaces += [number] * len(ready)
-    readers = _readers(leases)
-    is_ready = set(slots)
+    is_ready, readers = set(slots), _readers(leases)
+    cleared = {slot: read for slot, read in readers.items() if slot not in is_ready}
     return PoolImage(
         generations=np.array(table.columns.generation, np.uint32),
         tenants=() if table.tenants is None else table.tenants.names[1:],
         owners=np.zeros(table.num_slots, np.uint8) if table.tenants is None else table.tenants.owners.copy(),
         namespaces=namespaces,
         blocks=_blocks(table, slots, spaces),
-        writers=_writers(table, writes, {slot: until_s for slot, until_s in readers.items() if slot not in is_ready}),
-        readers=tuple(
-            OldReaders(until_s, np.array(read, np.int32))
-            for until_s, read in _by_time({slot: until_s for slot, until_s in readers.items() if slot in is_ready})
-        ),
+        writers=_writers(table, writes, cleared),
+        readers=_grouped({slot: read for slot, read in readers.items() if slot in is_ready}),
     )
 
 
@@ -64,25 +63,28 @@ def _blocks(table: SlotTable, slots: list[int], spaces: list[int]) -> BlockColum
     )  # fmt: skip
 
 
-def _readers(leases: LeaseTable) -> dict[int, float]:
-    """Return the slots that a lease lets someone read, each with the end of the last such lease.
+def _readers(leases: LeaseTable) -> dict[int, _Read]:
+    """Return the slots that a lease lets someone read, each with the end of the last such lease and all owners.
 
     A pin gives nobody a right to read, and what other tiers have pinned ends with their process.
     """
-    until_s = dict[int, float]()
+    readers = dict[int, _Read]()
     for lease in leases.held.values():
         if lease.kind is PinKind.LEASE and not lease.is_lent:
+            own = frozenset((lease.owner,))  # One for all slots of a lease: there may be millions.
             for slot in lease.slots:
-                until_s[slot] = max(until_s.get(slot, -math.inf), lease.deadline_s)
-    return until_s
+                until_s, owners = readers.get(slot, (-math.inf, own))
+                readers[slot] = max(until_s, lease.deadline_s), owners if own <= owners else owners | own
+    return readers
 
 
-def _writers(table: SlotTable, writes: WriteTable, read_until_s: dict[int, float]) -> tuple[OldWriters, ...]:
-    """Return the slots of unfinished writes, of abandoned READs, and of cleared blocks that are still read."""
+def _writers(table: SlotTable, writes: WriteTable, readers: dict[int, _Read]) -> tuple[OldWriters, ...]:
+    """Return the slots of unfinished writes, of abandoned READs, and of cleared blocks that are still read.
+
+    A slot that has both writers and readers keeps the rule of writers, and their time is the last one of all.
+    """
     owners: dict[int, set[str]] = defaultdict(set)
-    until_s = dict[int, float](read_until_s)
-    for slot in read_until_s:
-        owners[slot] = set()
+    until_s = {slot: read_until_s for slot, (read_until_s, _) in readers.items()}
     for write in writes.held.values():
         for slot in write.slots[write.num_done :]:
             owners[slot].add(write.owner)
@@ -94,11 +96,16 @@ def _writers(table: SlotTable, writes: WriteTable, read_until_s: dict[int, float
     groups: dict[tuple[tuple[str, ...], float], list[int]] = defaultdict(list)
     for slot, names in owners.items():
         groups[tuple(sorted(names)), until_s.get(slot, 0.0)].append(slot)
-    return tuple(OldWriters(names, end_s, np.array(sorted(held), np.int32)) for (names, end_s), held in groups.items())
+    written = [OldWriters(names, end_s, np.array(sorted(held), np.int32)) for (names, end_s), held in groups.items()]
+    only_read = _grouped({slot: read for slot, read in readers.items() if slot not in owners})
+    return (*written, *(OldWriters((), read.until_s, read.slots, read.owners) for read in only_read))
 
 
-def _by_time(until_s: dict[int, float]) -> list[tuple[float, list[int]]]:
-    groups: dict[float, list[int]] = defaultdict(list)
-    for slot, end_s in until_s.items():
-        groups[end_s].append(slot)
-    return [(end_s, sorted(slots)) for end_s, slots in groups.items()]
+def _grouped(readers: dict[int, _Read]) -> tuple[OldReaders, ...]:
+    groups: dict[_Read, list[int]] = defaultdict(list)
+    for slot, read in readers.items():
+        groups[read].append(slot)
+    return tuple(
+        OldReaders(tuple(sorted(owners)), until_s, np.array(sorted(slots), np.int32))
+        for (until_s, owners), slots in groups.items()
+    )

@@ -57,18 +57,27 @@ class BlockColumns:
 class OldWriters:
     """Slots without a readable block to which the named owners may still write, or which readers may still read.
 
-    They may be used again when `until_s` has passed and the processes of all `owners` are gone.
+    With owners they may be used again when `until_s` has passed and the processes of all `owners` are gone, whatever
+    may read them besides. Without, they are of cleared blocks that only `readers` have leases of, and the rule of
+    `OldReaders` holds for them.
     """
 
     owners: tuple[str, ...]
     until_s: float
     slots: IndexArray
+    readers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class OldReaders:
-    """Slots of readable blocks that readers of the old life may read until `until_s`: not evicted before that."""
+    """Slots of readable blocks that `owners` have leases of, the last of them until `until_s`.
 
+    They are not evicted before that, unless the processes of all `owners` are known, and all are gone. That is safe:
+    bytes are read by the process that has the lease, or by one that has a lease of its own, and is an owner here, too.
+    A process that has ended reads no more. In one life its leases end with it as well.
+    """
+
+    owners: tuple[str, ...]
     until_s: float
     slots: IndexArray
 

@@ -172,6 +172,37 @@ def test_a_worker_that_is_frozen_across_the_restart_writes_into_no_new_block(
     ray.get(kvstore.node_store(node, name="warm").check_integrity.remote(), timeout=30)
 
 
+class OldReader:
+    """A worker that has leased blocks for an hour."""
+
+    def begin(self, control_path, space, chain):
+        from kvstore import Client
+
+        self.client = Client(control_path, space)
+        self.lease = self.client.lease(chain, ttl_s=3600.0)
+        return len(self.lease)
+
+
+def test_slots_that_a_worker_had_leased_before_two_restarts_are_free_once_it_is_dead(
+    store, make_space, chain_of, node_ids, open_engine, eventually, get
+):
+    node, space = node_ids[1], make_space("old-reader")
+    chain = chain_of(space, 5)
+    open_engine(store, space, node).save(chain)
+    reader = ray.remote(OldReader).options(num_cpus=0.1).remote()
+    try:
+        assert get(reader.begin.remote(store.control_path(node_id=node), space, chain)) == 5
+        store.clear(space)
+        for _ in range(2):
+            found = store.restart([node], wait_s=0.2)[node]
+            assert (found["is_warm"], found["num_held_slots"]) == (True, 5)
+        assert counts(store, node)["num_writing"] == 5
+    finally:
+        ray.kill(reader)
+    eventually(lambda: counts(store, node)["num_writing"] == 0, 20)
+    ray.get(kvstore.node_store(node, name="warm").check_integrity.remote(), timeout=30)
+
+
 def test_a_store_that_is_killed_while_it_gives_or_after_it_took_leaves_an_empty_one(
     store, make_space, chain_of, node_ids, open_engine, eventually, get
 ):

@@ -7,9 +7,11 @@ from poolcheck.mutant import EXPLORER, POOL, Mutant, bug
 EXPORT, ADOPTION = "kvstore.pool.handover.export", "kvstore.pool.handover.adoption"
 IMAGE, MESSAGE = "kvstore.pool.handover.image", "kvstore.node.handover.message"
 HOLDER, OLD_LIFE = "kvstore.node.handover.holder", "kvstore.node.handover.old_life"
+GIVING, PROCESSES = "kvstore.node.handover.giving", "kvstore.node.handover.processes"
 POOLS = "tests/kvstore/pool/handover/test_handover.py"
 MESSAGES, HOLDERS = "tests/kvstore/node/handover/test_message.py", "tests/kvstore/node/handover/test_holder.py"
 NEXT_LIFE = "tests/kvstore/node/handover/test_next_life.py"
+USERS, RULES = "tests/kvstore/node/handover/test_user_processes.py", "tests/kvstore/node/handover/test_processes.py"
 _FROZEN = f"{POOLS}::test_a_frozen_pool_grants_publishes_and_clears_nothing"
 _RANKS = f"{POOLS}::test_what_ranks_write_is_held_for_all_of_them_and_free_once_they_have_written"
 
@@ -69,9 +71,65 @@ HANDOVER: tuple[Mutant, ...] = (
         "old readers until the first lease ends",
         "ours",
         EXPORT,
-        "until_s[slot] = max(until_s.get(slot, -math.inf), lease.deadline_s)",
-        "until_s[slot] = min(until_s.get(slot, math.inf), lease.deadline_s)",
+        "readers[slot] = max(until_s, lease.deadline_s),",
+        "readers[slot] = min(max(until_s, 0.0) or lease.deadline_s, lease.deadline_s),",
         f"{POOLS}::test_a_block_that_is_read_is_found_but_not_evicted_before_its_last_lease_ends",
+    ),
+    bug(
+        "one reader of several is named",
+        "ours: a slot is used again when the first of its readers has died",
+        EXPORT,
+        "owners if own <= owners else owners | own",
+        "own",
+        f"{POOLS}::test_all_readers_of_a_block_are_named_with_the_end_of_the_last_and_pins_are_no_readers",
+    ),
+    bug(
+        "a reader without a process counts for nothing",
+        "ours: a slot that a caller over Ray reads is used again when another reader has died",
+        GIVING,
+        "is_named = is_named and len(theirs) > 0 and owner.startswith((OLD_READER, OLD_WRITER))",
+        "pass",
+        f"{USERS}::test_slots_with_one_reader_that_has_no_process_wait_for_their_time_only",
+    ),
+    bug(
+        "a reader's process that is not known is one that has ended",
+        "ours",
+        GIVING,
+        "is_named = is_named and len(theirs) > 0 and -1 not in theirs and owner not in self._nameless",
+        "pass",
+        f"{USERS}::test_a_reader_whose_process_cannot_be_named_ends_no_giving_and_its_slots_wait_for_their_time",
+    ),
+    bug(
+        "what is only read is written in the next life but one",
+        "ours: slots of a dead reader stay out of use after two restarts",
+        GIVING,
+        "            if use.is_read:\n",
+        "            if False:\n",
+        f"{USERS}::test_what_was_only_read_in_the_life_before_still_has_its_processes_and_its_time",
+    ),
+    bug(
+        "the first end of a reader frees",
+        "ours",
+        PROCESSES,
+        "ended >= set(self.pidfds)",
+        "not ended.isdisjoint(self.pidfds)",
+        f"{RULES}::test_written_slots_wait_for_time_and_processes_and_read_ones_for_the_first",
+    ),
+    bug(
+        "a reader without processes has ended",
+        "ours",
+        PROCESSES,
+        "(len(self.pidfds) > 0 and are_gone)",
+        "are_gone",
+        f"{RULES}::test_slots_without_processes_wait_for_their_time",
+    ),
+    bug(
+        "slots of writers have the rule of readers",
+        "ours",
+        PROCESSES,
+        "        return is_due and are_gone\n",
+        "        return is_due or are_gone\n",
+        f"{RULES}::test_written_slots_wait_for_time_and_processes_and_read_ones_for_the_first",
     ),
     bug(
         "generations begin anew",

@@ -1,5 +1,6 @@
-"""For the tests of hand-overs: a folder of sockets for each test, and a process that does nothing."""
+"""For the tests of hand-overs: a folder of sockets for each test, and processes that do nothing."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -19,6 +20,19 @@ def own_sockets(monkeypatch):
 @pytest.fixture
 def process():
     """A process with its `pidfd`; both end with the test."""
+    with _sleeping() as made:
+        yield made
+
+
+@pytest.fixture
+def other():
+    """A second one."""
+    with _sleeping() as made:
+        yield made
+
+
+@contextlib.contextmanager
+def _sleeping():
     made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     made.pidfd = os.pidfd_open(made.pid)
     yield made

@@ -213,15 +213,19 @@ def test_after_a_restart_of_the_directory_which_may_have_forgotten_a_clearing_no
 
 
 @pytest.mark.parametrize("place", [1, 98])
-def test_slots_of_a_process_that_did_not_come_with_the_index_begin_an_empty_store(cluster, lives, monkeypatch, place):
+@pytest.mark.parametrize("by", ["held", "held_by_readers"])
+def test_slots_of_a_process_that_did_not_come_with_the_index_begin_an_empty_store(
+    cluster, lives, monkeypatch, place, by
+):
     worker, hashes = cluster.worker(NODE), cluster.hashes(4)
     worker.save(hashes[:2], range(2))
+    worker.client.lease(hashes[:2], ttl_s=30.0)
     prepare(worker, hashes)
 
     def named(self, entry, *_):
         return giving.Held(0.0, entry.slots.tobytes(), (len(self.pidfds) - 1 + place,))
 
-    monkeypatch.setattr(giving.UserProcesses, "held", named)
+    monkeypatch.setattr(giving.UserProcesses, by, named)
     beginning = lives.go_on()
     assert (beginning.is_warm, "did not come with it" in beginning.why_cold) == (False, True)
 

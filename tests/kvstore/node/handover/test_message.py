@@ -8,11 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.node.handover import message as messages
 from kvstore.node.handover.message import Held, Message, check_samples, image_of, pack_blocks, samples_of, seal, unseal
-from kvstore.node.handover.old_life import check_is_of
+from kvstore.node.handover.old_life import check_is_of, uses_of
+from kvstore.node.handover.processes import OldUse
 from kvstore.pool.pool import Pool
 from tests.kvstore.pool.pool_steps import SPACE, chain, store
 
@@ -57,6 +59,34 @@ def test_a_message_comes_back_as_it_was(message, pool, memory):
     assert (after.lookup(chain(1, 2, 3)), after.lookup(chain(4)), after.lookup(chain(5))) == (3, 1, 0)
     assert after.stats().num_writing == after.stats().num_pinned == 1
     check_samples(again, memory)
+
+
+def test_a_message_of_a_version_that_named_no_readers_is_read_with_what_it_meant(message):
+    fields, names = msgspec.msgpack.decode(encode(message)), Message.__struct_fields__
+    for name in ("writers", "readers"):
+        at = names.index(name)
+        assert fields[at]
+        fields[at] = [held[:3] for held in fields[at]]
+    again = unseal(seal(fields))
+    assert again == message
+    (writer,), (reader,) = again.writers, again.readers
+    assert (writer.is_read, reader.processes) == (False, ())
+    assert [(use.owner, use.pidfds, use.is_read) for use in uses_of(again, (7,))] == [("old-writer-0", (7,), False)]
+
+
+def test_only_readers_with_processes_end_before_their_time(message):
+    slots = message.readers[0].slots
+    changes = {
+        "writers": (Held(0.0, b"", (1,)), Held(5.0, b"", (2,), is_read=True), Held(6.0, b"", (), is_read=True)),
+        "readers": (Held(7.0, slots, (), is_read=True), Held(8.0, slots, (0, 2), is_read=True)),
+    }
+    found = uses_of(msgspec.structs.replace(message, **changes), (10, 11, 12))
+    assert found == [
+        OldUse("old-writer-0", 0.0, (11,)),
+        OldUse("old-writer-1", 5.0, (12,), is_read=True),
+        OldUse("old-writer-2", 6.0, (), is_read=True),
+        OldUse("old-reader-1", 8.0, (10, 12), is_read=True),
+    ]
 
 
 def test_a_message_that_was_cut_anywhere_is_refused(message):

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from kvstore.node.handover.processes import OldProcesses, OldUse, end, has_ended, pid_of
 from kvstore.runtime import clock
 
@@ -53,6 +55,42 @@ def test_slots_are_free_after_their_time_and_the_end_of_all_their_processes(proc
     assert [use.owner for use in old.uses()] == ["both"]
     old.stop()
     assert not old.thread.is_alive()
+    old.close()
+
+
+@pytest.mark.parametrize(
+    ("until_s", "ended", "written_is_over", "read_is_over"),
+    [
+        (40.0, {1, 2}, True, True),
+        (60.0, {1, 2}, False, True),
+        (60.0, {1}, False, False),
+        (60.0, set(), False, False),
+        (40.0, {1}, False, True),
+        (40.0, set(), False, True),
+    ],
+)
+def test_written_slots_wait_for_time_and_processes_and_read_ones_for_the_first(
+    until_s, ended, written_is_over, read_is_over
+):
+    assert OldUse("a", until_s, (1, 2)).is_over(50.0, ended) == written_is_over
+    assert OldUse("a", until_s, (1, 2), is_read=True).is_over(50.0, ended) == read_is_over
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_slots_without_processes_wait_for_their_time(is_read):
+    assert not OldUse("a", 60.0, (), is_read).is_over(50.0, {1})
+    assert OldUse("a", 40.0, (), is_read).is_over(50.0, set())
+
+
+def test_slots_that_are_only_read_are_free_when_their_last_reader_has_ended(process, wait_until):
+    released, pidfd, own = [], os.dup(process.pidfd), os.pidfd_open(os.getpid())
+    uses = [OldUse("one", 1e12, (pidfd,), is_read=True), OldUse("two", 1e12, (pidfd, own), is_read=True)]
+    old = OldProcesses((pidfd, own), uses, released.append)
+    old.start()
+    process.kill()
+    wait_until(lambda: released == ["one"])
+    assert [use.owner for use in old.uses()] == ["two"]
+    old.stop()
     old.close()
 
 

@@ -12,7 +12,8 @@ from kvstore.errors import InvalidRequest, PoolExhausted, StoreUnavailable
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.eviction.make import make_policy
-from kvstore.pool.handover.adoption import OLD_WRITER
+from kvstore.pool.handover.adoption import OLD_READER, OLD_WRITER
+from kvstore.pool.handover.export import _writers
 from kvstore.pool.handover.image import split
 from kvstore.pool.pool import Pool
 from kvstore.runtime import clock
@@ -234,6 +235,46 @@ def test_a_block_that_is_read_is_found_but_not_evicted_before_its_last_lease_end
     assert after.has_deadlines()
     assert after.expire(55.0) == 0
     assert after.expire(61.0) == 1
+    after.reserve(1, "new")
+    after.check_integrity()
+
+
+def test_all_readers_of_a_block_are_named_with_the_end_of_the_last_and_pins_are_no_readers():
+    pool = Pool(4)
+    store(pool, chain(1, 2))
+    first, second = pool.pin_prefix(chain(1, 2), "one", 60.0).slots
+    pool.pin_prefix(chain(1), "two", 50.0)
+    pool.pin(chain(1, 2), "pinner", PinKind.HARD)
+    pool.hold([first], SPACE, "disk")
+    found = {read.owners: (read.until_s, read.slots.tolist()) for read in pool.freeze().readers}
+    assert found == {("one", "two"): (60.0, [first]), ("one",): (60.0, [second])}
+
+
+def test_a_cleared_block_that_is_read_names_its_readers_and_no_writer():
+    pool = Pool(4)
+    store(pool, chain(1))
+    for owner, until_s in (("one", 50.0), ("two", 60.0)):
+        pool.pin_prefix(chain(1), owner, until_s)
+    pool.clear(SPACE)
+    (held,) = pool.freeze().writers
+    assert (held.owners, held.readers, held.until_s) == ((), ("one", "two"), 60.0)
+
+
+def test_a_slot_that_is_written_and_read_has_the_rule_of_writers_and_the_last_time():
+    pool = Pool(4)
+    (slot,) = pool.prepare_store(chain(1), "writer", deadline_s=50.0).slots
+    (held,) = _writers(pool.table, pool.writes, {slot: (60.0, frozenset(["reader"]))})
+    assert (held.owners, held.readers, held.until_s) == (("writer",), (), 60.0)
+
+
+def test_a_block_that_an_old_reader_had_is_evicted_like_others_once_that_is_released():
+    pool = Pool(4)
+    store(pool, chain(1))
+    pool.pin_prefix(chain(1), "reader", 1e9)
+    after, _ = next_life(pool)
+    after.reserve(3, "new")
+    assert after.release_owner(f"{OLD_READER}0") == 1
+    assert (after.lookup(chain(1)), after.stats().num_pinned) == (1, 0)
     after.reserve(1, "new")
     after.check_integrity()
 
