@@ -52,11 +52,11 @@ def ask(path, word, parcel=None):
 
 
 def num_open(kind):
-    return sum(
-        kind in os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.islink(f"/proc/self/fd/{fd}")
-    )
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # The holder's thread closes its sockets meanwhile.
+            found += kind in os.readlink(f"/proc/self/fd/{fd}")
+    return found
 
 
 def test_it_gives_what_it_got_once_and_keeps_nothing(path, holder, parcel):
