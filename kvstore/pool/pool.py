@@ -538,6 +538,11 @@ class Pool:
             calls = self.watches.take_calls()
         return _after(calls, num_cleared)
 
+    def leave(self, change: Callable[[], None]) -> None:
+        """Have another pool take this one's place, in a step of its own: no clearing is under way here meanwhile."""
+        with self._step("leave"):
+            change()
+
     def sweep(self) -> bool:
         """Give some cleared slots back; return whether there are more. A claim that lacks slots sweeps, too."""
         with self._step("sweep"):
