@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import click
 
 from kvstore.blocks.chain import BlockHashes
+from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 from kvstore.tools.commands import ADDRESS, JSON, NAME, POSITIVE, Group, Seconds
 from kvstore.tools.inspection.finding import Answers, absent, is_error, the_chain, the_namespace
@@ -18,6 +19,7 @@ from kvstore.tools.inspection.tokens import chain_of, read_tokens
 
 _HASH_DIGITS = 64
 _HEX = re.compile("[0-9a-f]+")
+_MOST_ID_DIGITS = 20
 _MOST_ROWS = 10_000
 _LIMIT = click.option(
     "--limit", type=click.IntRange(1, _MOST_ROWS), default=100, show_default=True, help="Most rows of a node."
@@ -139,7 +141,15 @@ def _chain_command(connect: Connect, group: click.Group) -> None:
         nodes = _ask(store, "chain", timeout_s, chain=wanted, limit=limit)
         said = {"namespace": wanted.namespace.hex(), "start": wanted.start, "num_blocks": len(wanted)}
         missing = absent(nodes, wanted)
-        _end(ctx, store, nodes, as_json, lambda: show_chain(wanted, nodes), **said, absent=missing)
+        _end(
+            ctx,
+            store,
+            nodes,
+            as_json,
+            lambda: show_chain(wanted, nodes, by_tokens=bool(tokens)),
+            **said,
+            absent=missing,
+        )
 
 
 def _by_hash(store: Any, texts: tuple[str, ...], timeout_s: float) -> BlockHashes:
@@ -155,7 +165,7 @@ def _by_hash(store: Any, texts: tuple[str, ...], timeout_s: float) -> BlockHashe
 
 def _lease_command(connect: Connect, group: click.Group) -> None:
     @group.command("lease", short_help="Leases and pins, and what ends them.")
-    @click.argument("lease_id", required=False, type=click.IntRange(1, (1 << 64) - 1), metavar="[ID]")
+    @click.argument("text", required=False, metavar="[ID]")
     @NAME
     @ADDRESS
     @JSON
@@ -164,7 +174,7 @@ def _lease_command(connect: Connect, group: click.Group) -> None:
     @click.pass_context
     def lease(
         ctx: click.Context,
-        lease_id: int | None,
+        text: str | None,
         name: str,
         address: str | None,
         as_json: bool,
@@ -177,6 +187,7 @@ def _lease_command(connect: Connect, group: click.Group) -> None:
 
         Example: kvstore inspect lease --limit 5
         """
+        lease_id = None if text is None else _lease_id(text)
         store = connect(name, address)
         nodes = _ask(store, "leases", timeout_s, lease_id=lease_id, limit=limit)
         if lease_id is not None and not any(each["leases"] for each in nodes.values() if not is_error(each)):
@@ -185,6 +196,12 @@ def _lease_command(connect: Connect, group: click.Group) -> None:
                 "ended: `kvstore inspect lease` lists those that are held"
             )
         _end(ctx, store, nodes, as_json, lambda: show_leases(name, nodes))
+
+
+def _lease_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_ID_DIGITS and 0 < int(text) < 1 << 64):
+        raise InvalidRequest(f"ID: wanted an id from `kvstore inspect lease`, got {clip(text)}")
+    return int(text)
 
 
 def _handoff_command(connect: Connect, group: click.Group) -> None:

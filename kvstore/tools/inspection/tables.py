@@ -36,6 +36,9 @@ def age(seconds: float | None) -> str:
 
 def _show(console: Console | None, title: str, columns: tuple[str, ...], rows: list[Row]) -> None:
     console = console or Console(highlight=False)
+    if not rows:
+        console.print(f"{title}: none", soft_wrap=True)
+        return
     table = Table(title=title, title_justify="left")
     for column in columns:
         name, _, right = column.partition(">")
@@ -97,8 +100,8 @@ def _ago(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{age(seconds)} ago"
 
 
-def show_chain(chain: BlockHashes, nodes: Answers, console: Console | None = None) -> None:
-    """Show which node has which run of a chain."""
+def show_chain(chain: BlockHashes, nodes: Answers, console: Console | None = None, *, by_tokens: bool = False) -> None:
+    """Show which node has which run of a chain; where nothing is found `by_tokens`, also what may be wrong."""
     columns = ("blocks>", "node", "tier", "state", "readers>", "hard>", "soft>", "priority", "last use>")
     found = [(run["start"], node, run) for node, each in _answered(nodes) for run in each["runs"]]
     rows: list[Row] = [
@@ -116,6 +119,11 @@ def show_chain(chain: BlockHashes, nodes: Answers, console: Console | None = Non
     if missing := absent(nodes, chain):
         text = ", ".join(_numbers(*run) for run in missing[:10]) + (", ..." if len(missing) > 10 else "")
         (console or Console(highlight=False)).print(f"on no node that answered, or not shown: blocks {text}")
+    if by_tokens and not rows:
+        (console or Console(highlight=False, soft_wrap=True)).print(
+            "The hashes are right only with the --block-size of the namespace, and for requests without adapters and "
+            "media: with another one no block can be found."
+        )
 
 
 def _numbers(start: int, end: int) -> str:

@@ -155,6 +155,60 @@ def test_a_chain_by_one_hash_is_followed_to_its_root_and_later_hashes_come_after
     assert store.asked[1][2]["chain"] == CHAIN
 
 
+OTHER = SPACE.block_hashes(range(8))
+
+
+@pytest.mark.parametrize(
+    ("hashes", "answers"),
+    [
+        ((CHAIN[0], CHAIN[0]), {"a": CHAIN[:1]}),
+        ((CHAIN[1], CHAIN[0]), {"a": CHAIN[:1], "b": CHAIN[:2]}),
+        ((OTHER[0], CHAIN[1]), {"a": CHAIN[:2]}),
+        ((CHAIN[1], OTHER[0]), {"a": OTHER[:1]}),
+        ((CHAIN[1], OTHER[0]), {"a": OTHER[:1], "b": CHAIN[:2]}),
+        ((CHAIN[1], CHAIN[2], CHAIN[1]), {"a": CHAIN[:2]}),
+    ],
+)
+def test_hashes_that_are_not_of_one_chain_in_its_order_are_refused(hashes, answers):
+    store = Store(path=answers)
+    words = [word for each in hashes for word in ("--hash", each.hex())]
+    assert store.run("chain", *words, wants=2).stderr.startswith("InvalidRequest: --hash: wanted blocks of one chain")
+    assert [what for what, *_ in store.asked] == ["path"]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_hashes_of_one_chain_are_taken_with_gaps_between_them_and_without_its_root(start):
+    found = {"a": CHAIN[start:3], "b": CHAIN[start:2]}
+    runs = {node: {"runs": [run_of(start, len(run))], "num_all": 1} for node, run in found.items()}
+    store = Store(path=found, chain=runs)
+    store.run("chain", *(word for at in (0, 2, 3) for word in ("--hash", CHAIN[at].hex())))
+    assert store.asked[1][2]["chain"].data == CHAIN[start:].data
+
+
+def test_tokens_of_which_nothing_is_found_have_a_word_on_the_block_size(tmp_path):
+    (tmp_path / "prompt").write_text(json.dumps(TOKENS))
+    words = ("chain", "--tokens", str(tmp_path / "prompt"), "--namespace", SPACE.digest.hex()[:8], "--block-size", "3")
+    nowhere, here = ({"a": {"runs": runs, "num_all": len(runs)}} for runs in ([], [run_of(0, 1)]))
+    space = {"a": spaces(SPACE.digest)}
+    assert "only with the --block-size of the namespace" in Store(namespaces=space, chain=nowhere).run(*words).stdout
+    assert "--block-size" not in Store(namespaces=space, chain=here).run(*words).stdout
+
+
+@pytest.mark.parametrize(
+    ("what", "answer"),
+    [
+        ("namespace", spaces()),
+        ("lease", {"leases": [], "num_all": 0}),
+        ("handoff", {each: [] for each in ("tickets", "fetches", "early")}
+            | dict.fromkeys(("num_tickets", "num_fetches", "num_early"), 0)),
+    ],
+)  # fmt: skip
+def test_a_table_without_a_line_says_none(what, answer):
+    key = {"namespace": "namespaces", "lease": "leases", "handoff": "handoffs"}[what]
+    done = Store(**{key: {"a": answer}}).run(what)
+    assert done.stdout.splitlines()[0].endswith(": none")
+
+
 def test_a_hash_that_no_node_has_is_said_to_be_unknown():
     done = Store(path={"a": BlockHashes(SPACE.digest, SPACE.digest, 0, b""), "b": SILENT}).run(
         "chain", "--hash", CHAIN[0].hex(), wants=2
@@ -224,6 +278,13 @@ def test_a_lease_is_shown_with_what_ends_it_and_one_with_what_it_holds():
 def test_a_lease_that_has_ended_is_said_to_have():
     done = Store(leases={"a": {"leases": [], "num_all": 0}}).run("lease", "78", wants=2)
     assert done.stderr.startswith("InvalidRequest: ID: wanted ")
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "1.5", "18446744073709551616", "9" * 5000, "\u0663"])
+def test_what_is_no_id_of_a_lease_is_refused_before_a_node_is_asked(text):
+    store = Store(leases={})
+    assert store.run("lease", text, wants=2).stderr.startswith("InvalidRequest: ID: wanted an id from `kvstore inspect")
+    assert store.asked == []
 
 
 def test_hand_offs_are_shown_with_what_they_wait_for():
