@@ -30,7 +30,6 @@ from kvstore.tools.commands import (
     Group,
     check_settings,
     doctor_options,
-    parse_size,
     write_rows,
 )
 from kvstore.tools.doctor import Status, human_bytes, machine_checks
@@ -74,16 +73,8 @@ def main() -> None:
 @store_options
 @click.option("--local", is_flag=True, help="Start a Ray for this store alone; stay until Ctrl-C or SIGTERM.")
 @START_TIMEOUT
-def start(
-    capacity: str,
-    name: str,
-    address: str | None,
-    lane: str,
-    block_bytes: str,
-    local: bool,
-    timeout_s: float,
-    **more: Any,
-) -> None:
+@click.pass_context
+def start(ctx: click.Context, /, address: str | None, local: bool, timeout_s: float, **_: Any) -> None:
     """Run a store on every node of a Ray cluster.
 
     The store outlives this command and serves until `kvstore stop`; nodes that join later get one too. Run
@@ -93,14 +84,7 @@ def start(
 
     if local and address:
         raise click.UsageError("--local starts a Ray of its own; leave --address out")
-    settings: dict[str, Any] = {
-        "name": name,
-        "lane": lane,
-        "capacity": parse_size("--capacity", capacity),
-        "block_bytes": parse_size("--block-bytes", block_bytes),
-        "timeout_s": timeout_s,
-        **store_settings(more),
-    }
+    settings = {"timeout_s": timeout_s, **store_settings(ctx)}
     check_settings(settings)
     if local:
         from kvstore.actors.session.foreground import serve_until_signal
@@ -119,7 +103,7 @@ def start(
         )
     try:
         with progress() as say:
-            say(f"starting store {name!r}")
+            say(f"starting store {settings['name']!r}")
             # RAY_ADDRESS is not passed on as address=, because errors would then call it an option.
             store = start_store(address=address or (None if named else "auto"), **settings)
     except StoreNotRunning as error:

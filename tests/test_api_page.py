@@ -61,6 +61,26 @@ def test_every_setting_is_listed_with_its_default():
         assert value == fields[name], name
 
 
+def test_every_setting_has_its_unit_and_a_meaning():
+    settings = PAGE.partition("## Settings")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z_]+)` \| [^|]+ \| ([^|]+) \| (.+) \|$", settings, re.MULTILINE)
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(kvstore.StoreConfig)}
+    assert [name for name, _, _ in rows] == list(kinds)
+    ends = {"_bytes": "bytes", "_per_day": "bytes a day", "_s": "seconds", "_fraction": "share of the slots",
+            "_watermark": "share of the slots"}  # fmt: skip
+    for name, unit, meaning in rows:
+        wanted = {"bool": "true or false", "str": "text"}.get(kinds[name])
+        wanted = wanted or next((unit for end, unit in ends.items() if name.endswith(end)), unit)
+        assert (unit, bool(meaning.strip())) == (wanted, True), name
+
+
+def test_no_other_page_lists_the_settings():
+    for page in (Path(__file__).parent.parent / "docs").glob("*.md"):
+        rows = re.findall(r"^\| `([a-z_]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+        fields = {field.name for field in dataclasses.fields(kvstore.StoreConfig)}
+        assert page.name == "api.md" or len(fields.intersection(rows)) < len(fields) / 2, page.name
+
+
 def test_the_package_has_all_that_the_page_names():
     for name in re.findall(r"kvstore\.([A-Za-z_]+)", PAGE):
         assert hasattr(kvstore, name), name

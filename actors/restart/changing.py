@@ -14,12 +14,13 @@ from kvstore.actors.calls import actor_name, call, find_actor, ray_failures
 from kvstore.actors.finding import alive_nodes, make_actor, node_stores
 from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
 from kvstore.bounds import parse_bytes
-from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.config import MAX_WATERMARK, PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, StoreUnavailable
 
 _CALL_S = 10.0
 #: How long the old supervisor may take to end, and the new one to begin.
 _REPLACED_WITHIN_S = 60.0
+_WATERMARKS = ("low_watermark", "high_watermark")
 _SIZES = {"capacity": "capacity_bytes", "disk_capacity": "disk_capacity_bytes"}
 
 
@@ -41,7 +42,38 @@ def changed(config: StoreConfig, changes: Mapping[str, Any]) -> StoreConfig:
             f"num_directory_shards: wanted {config.num_directory_shards}, which a restart keeps, got {shards}; stop "
             "the store and start it again"
         )
-    return StoreConfig(**{**asdict(config), **wanted})
+    return StoreConfig(**{**asdict(config), **wanted, **_watermarks(config, wanted)})
+
+
+def _watermarks(config: StoreConfig, wanted: Mapping[str, Any]) -> dict[str, None]:
+    """Return the watermarks that are chosen anew, as a start does, because no change names them.
+
+    The other one stays if only one is changed, unless the loop was off or is turned off: then there is none to keep.
+
+    Raises:
+        ConfigError: the one that is changed does not fit the other one.
+    """
+    low, high = _WATERMARKS
+    named = [name for name in _WATERMARKS if name in wanted]
+    if not named:
+        # With "through" the loop may have been off; "back" needs it.
+        is_missing = wanted.get("disk_write") == "back" and not config.high_watermark
+        return dict.fromkeys(_WATERMARKS) if is_missing else {}
+    if len(named) == 2:
+        return {}
+    (one,), (other,) = named, [name for name in _WATERMARKS if name not in wanted]
+    value, stays = wanted[one], getattr(config, other)
+    if not stays or value == 0:
+        return {other: None}
+    if isinstance(value, int | float) and 0 < value <= MAX_WATERMARK:
+        pair = {one: value, other: stays}
+        if pair[low] > pair[high]:
+            fits = StoreConfig(low_watermark=value) if one == low else StoreConfig(high_watermark=value)
+            raise ConfigError(
+                f"{one}: wanted 0 < low <= high with {other}={stays}, which the store runs with, got {value}; change "
+                f"both, for example {low}={fits.low_watermark} and {high}={fits.high_watermark}"
+            )
+    return {}
 
 
 def check_room(config: StoreConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:

@@ -32,6 +32,10 @@ _OWN_WORDS = (
     (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
     (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
     (r"\bdisk_(path|capacity)=(?=[ ,;.]|$)", r"--disk-\1"),
+    (r"^(name|address): ", r"--\1: "),
+)
+#: The same for settings that are options of `kvstore start`. Elsewhere `--set` alone gives them, by their names.
+_OWN_SETTINGS = (
     (r"^disk_write_bytes_per_day: ", "--disk-write-budget: "),
     (r"^disk_timeout_s: ", "--disk-timeout: "),
     (r"^disk_path: ", "--disk-path: "),
@@ -42,7 +46,6 @@ _OWN_WORDS = (
     (r"^disk_capacity_bytes: ", "--disk-capacity: "),
     (r"^block_bytes: ", "--block-bytes: "),
     (r"^capacity_bytes: ", "--capacity: "),
-    (r"^(name|address): ", r"--\1: "),
 )
 #: Numbers this large in errors about settings are sizes.
 _SIZE = re.compile(r"\b[0-9]{6,15}\b")
@@ -56,10 +59,10 @@ POSITIVE = click.IntRange(1)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
 
 
-def _in_own_words(error: KVStoreError) -> str:
-    """Return an error's text in one line, with options in place of Python's arguments."""
+def _in_own_words(error: KVStoreError, command: str | None) -> str:
+    """Return an error's text in one line, with options of a command in place of Python's arguments."""
     text = " ".join(str(error).split())
-    for pattern, words in _OWN_WORDS:
+    for pattern, words in (*_OWN_WORDS, *(() if command == "restart" else _OWN_SETTINGS)):
         text = re.sub(pattern, words, text)
     if isinstance(error, ConfigError):
         text = _SIZE.sub(lambda size: f"{size[0]} ({human_bytes(int(size[0]))})", text)
@@ -188,7 +191,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except KVStoreError as error:
-            kind, text = type(error).__name__, _in_own_words(error)
+            kind, text = type(error).__name__, _in_own_words(error, self.name)
             if ctx.params.get("as_json"):
                 click.echo(json.dumps({"error": kind, "text": text}))
             else:

@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import click
 
-from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError
-from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds, parse_size
+from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds
+from kvstore.tools.settings import SET, settings_of
 from kvstore.tools.terminal import progress
-
-
-def setting_of(text: str) -> tuple[str, Any]:
-    """Return the name and the value of a setting that is written as name=value; sizes may be like 8GiB.
-
-    Raises:
-        ConfigError: there is no such setting, or this is no value of it.
-    """
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ConfigError(f"--set: wanted name=value, got {text!r}")
-    StoreConfig.check_names([name])
-    default = next(field.default for field in fields(StoreConfig) if field.name == name)
-    if name.endswith("_bytes") or name == "disk_write_bytes_per_day":
-        return name, parse_size(f"--set {name}", value)
-    if isinstance(default, str):
-        return name, value
-    try:
-        found = json.loads(value)
-    except ValueError as error:
-        kind = "true or false" if isinstance(default, bool) else "a number"
-        raise ConfigError(f"--set {name}: wanted {kind}, got {value!r}") from error
-    return name, float(found) if isinstance(default, float) and type(found) is int else found
 
 
 def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
@@ -45,13 +20,7 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
     @NAME
     @ADDRESS
     @click.option("--node", "node_ids", multiple=True, metavar="ID", help="This node only; may be repeated.")
-    @click.option(
-        "--set",
-        "changes",
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="Change a setting, by its name in docs/api.md, like capacity_bytes=8GiB; may be repeated.",
-    )
+    @SET
     @click.option("--cold", is_flag=True, help="Begin with empty memory; a disk tier keeps its blocks.")
     @click.option(
         "--wait",
@@ -75,8 +44,10 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
 
         Each next store takes over the memory of the one before, with its blocks, where that is safe. The result says
         so for each node, or why it begins empty. Clients of the store before have to be made anew.
+
+        --set changes any setting but name and num_directory_shards; all others stay.
         """
-        wanted = dict(map(setting_of, changes))
+        wanted = settings_of(changes)
         with progress() as say:
             say(f"restarting store {name!r}")
             found = connect(name, address).restart(list(node_ids) or None, cold=cold, wait_s=wait_s, **wanted)

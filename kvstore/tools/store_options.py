@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kvstore.config import EVICTION_POLICIES, MAX_MIN_USES, MAX_WATERMARK, StoreConfig
 from kvstore.errors import ConfigError
-from kvstore.quotas import parse_tenant
+from kvstore.quotas import parse_tenant, read_tenants
 from kvstore.tools.commands import Seconds, parse_size, with_options
+from kvstore.tools.settings import SET, merged, settings_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _DEFAULTS = StoreConfig()
+#: None where a setting is chosen, which _DEFAULTS has not.
+_UNSET = {field.name: field.default for field in fields(StoreConfig)}
+#: The settings of options that have a name of their own.
+_SETTINGS = {
+    "capacity": "capacity_bytes",
+    "disk_capacity": "disk_capacity_bytes",
+    "disk_write_budget": "disk_write_bytes_per_day",
+    "disk_timeout": "disk_timeout_s",
+}
+_SIZES = ("capacity_bytes", "block_bytes", "disk_capacity_bytes", "disk_write_bytes_per_day")
+#: Settings that are arguments of `kvstore.start` under another name.
+_ARGUMENTS = {"capacity_bytes": "capacity", "disk_capacity_bytes": "disk_capacity"}
+#: Given to `kvstore.start` also where they are its defaults, which could change.
+_ALWAYS = ("name", "capacity_bytes", "block_bytes", "lane", "eviction")
 _EVICTION = (
     click.option(
         "--eviction",
@@ -90,49 +107,36 @@ _DISK = (
 
 
 def store_options(command: _Function) -> _Function:
-    """Give a command the options of eviction, events, tenants and the disk tier."""
-    return with_options(command, (*_EVICTION, *_DISK, *_EVENTS, *_TENANTS))
+    """Give a command the options of eviction, events, tenants and the disk tier, and `--set` for all others."""
+    return with_options(command, (*_EVICTION, *_DISK, *_EVENTS, *_TENANTS, SET))
 
 
-def store_settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a store that these options give.
+def store_settings(ctx: click.Context) -> dict[str, Any]:
+    """Return the arguments of `kvstore.start` that the options of a command give, `--set` among them.
 
     Raises:
-        ConfigError: a size that is none, a text that is no tenant, or a disk without a path or a capacity.
+        ConfigError: a size that is none, a text that is no tenant or no setting, a disk without a path or a capacity,
+            or an option and a `--set` that disagree.
     """
-    left = dict(options)
-    found = _take(left, "eviction", "low_watermark", "high_watermark", "events_endpoint", "events_replay_endpoint")
-    tenants, is_private = [parse_tenant(text) for text in left.pop("tenants")], left.pop("private_tenants")
-    found |= {"tenants": tenants} if tenants else {}
-    found |= {"private_tenants": True} if is_private else {}
-    return {**found, **_disk_settings(**left)}
-
-
-def _take(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    given = {name: options.pop(name) for name in names}
-    return {name: value for name, value in given.items() if value not in (None, "")}
-
-
-def _disk_settings(
-    disk_path: str | None,
-    disk_capacity: str,
-    disk_min_uses: int,
-    disk_write: str,
-    disk_write_budget: str,
-    disk_sync: bool,
-    disk_timeout: float,
-) -> dict[str, Any]:
-    given = {
-        "disk_min_uses": disk_min_uses,
-        "disk_write": disk_write,
-        "disk_write_bytes_per_day": parse_size("--disk-write-budget", disk_write_budget),
-        "disk_sync": disk_sync,
-        "disk_timeout_s": disk_timeout,
-    }
-    given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
-    capacity = parse_size("--disk-capacity", disk_capacity)
-    if not disk_path and not capacity and not given:
-        return {}
-    if not disk_path or not capacity:
+    options, explicit = dict[str, Any](), dict[str, str]()
+    for param in ctx.command.params:
+        name = _SETTINGS.get(str(param.name), str(param.name))
+        if name not in _UNSET:
+            continue
+        options[name] = _value_of(name, param.opts[-1], ctx.params[str(param.name)])
+        if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
+            explicit[name] = param.opts[-1]
+    found = merged(options, explicit, settings_of(ctx.params["changes"]))
+    given = {name: value for name, value in found.items() if name in _ALWAYS or value != _UNSET[name]}
+    is_complete = bool(found["disk_path"] and found["disk_capacity_bytes"])
+    if not is_complete and any(name.startswith("disk_") for name in given):
         raise ConfigError("--disk-path and --disk-capacity: wanted both, or no option of the disk at all")
-    return {"disk_path": disk_path, "disk_capacity": capacity, **given}
+    return {_ARGUMENTS.get(name, name): value for name, value in given.items()}
+
+
+def _value_of(name: str, option: str, value: Any) -> Any:
+    if value is None:
+        return _UNSET[name]
+    if name == "tenants":
+        return read_tenants([parse_tenant(text) for text in value])
+    return parse_size(option, value) if name in _SIZES else value

@@ -682,3 +682,66 @@ def test_a_load_that_is_shorter_than_a_block_is_refused_before_anything_is_start
     result = run("bench", "transfer", "--load-bytes", "100KiB", "--block-bytes", "512KiB")
     assert result.exit_code == 2
     assert "load_bytes: wanted at least one block of 524288 bytes, got 102400" in result.output
+
+
+def test_start_takes_any_setting_by_its_name(monkeypatch):
+    words = ("--set", "num_directory_shards=4", "--set", "lease_ttl_s=60", "--set", "metrics=false")
+    disk = ("--disk-path", "/disk", "--set", "disk_capacity_bytes=100GiB")
+    assert started_with(monkeypatch, *disk, *words) == {
+        "disk_path": "/disk", "disk_capacity": 100 << 30, "num_directory_shards": 4, "lease_ttl_s": 60.0,
+        "metrics": False,
+    }  # fmt: skip
+
+
+def test_every_option_of_start_that_is_a_setting_agrees_with_set(monkeypatch):
+    written = {
+        "capacity_bytes": ("--capacity", "2GiB", "2GiB"), "block_bytes": ("--block-bytes", "64KiB", "64KiB"),
+        "lane": ("--lane", "tcp", "tcp"), "name": ("--name", "a", "a"), "eviction": ("--eviction", "lru", "lru"),
+        "low_watermark": ("--low-watermark", "0.1", "0.1"), "disk_sync": ("--disk-sync", None, "true"),
+        "disk_write_bytes_per_day": ("--disk-write-budget", "1TiB", "1TiB"),
+        "disk_timeout_s": ("--disk-timeout", "2", "2"), "disk_path": ("--disk-path", "/d", "/d"),
+        "disk_capacity_bytes": ("--disk-capacity", "1GiB", "1GiB"),
+        "tenants": ("--tenant", "a:max_handoffs=4", '{"a": {"max_handoffs": 4}}'),
+    }  # fmt: skip
+    seen = {}
+
+    def start(**settings):
+        seen.update(settings)
+        raise KVStoreError("seen")
+
+    monkeypatch.setattr(api, "start", start)
+    options = [word for option, value, _ in written.values() for word in (option, value) if word is not None]
+    sets = [word for name, (_, _, value) in written.items() for word in ("--set", f"{name}={value}")]
+    both = run("start", "--address", "h:1", *options, *sets)
+    assert "seen" in both.stderr
+    first = dict(seen)
+    seen.clear()
+    assert "seen" in run("start", "--address", "h:1", *sets).stderr
+    assert seen == first
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--lane", "default", "--set", "lane=tcp"], "--lane and --set lane: wanted one value, got 'default' and"),
+        (["--capacity", "1GiB", "--set", "capacity_bytes=2GiB"], "--capacity and --set capacity_bytes: wanted one"),
+        (["--disk-sync", "--set", "disk_sync=false"], "--disk-sync and --set disk_sync: wanted one value"),
+        (["--set", "lease_ttl=60"], "'lease_ttl' is no setting of a store; did you mean 'lease_ttl_s'?"),
+        (["--set", "lease_ttl_s=soon"], "--set lease_ttl_s: wanted a number, got 'soon'"),
+        (["--set", "lease_ttl_s=-1"], "lease_ttl_s: wanted more than 0 seconds"),
+        (["--set", "disk_sync=true"], "--disk-path and --disk-capacity: wanted both"),
+    ],
+)
+def test_a_set_that_cannot_be_is_refused_before_any_store_begins(monkeypatch, words, text):
+    monkeypatch.setattr(api, "start", lambda **_: pytest.fail("started"))
+    result = run("start", "--address", "h:1", *words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("ConfigError: ")
+    assert text in result.stderr
+
+
+@pytest.mark.parametrize("command", ["start", "restart"])
+def test_the_help_says_where_the_settings_are_listed(command):
+    text = " ".join(run(command, "--help").stdout.split())
+    assert "--set NAME=VALUE" in text
+    assert "docs/api.md, 'Settings of a store'" in text
