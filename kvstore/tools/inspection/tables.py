@@ -50,6 +50,14 @@ def _show(console: Console | None, title: str, columns: tuple[str, ...], rows: l
     console.print(table)
 
 
+def _without_empty(title: str, columns: tuple[str, ...], rows: list[Row]) -> tuple[tuple[str, ...], list[Row]]:
+    """Leave out the column of a title in which no row says anything."""
+    at = columns.index(title)
+    if any(row[at].strip("-") for row in rows):
+        return columns, rows
+    return columns[:at] + columns[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
+
+
 def _answered(nodes: Answers) -> Iterator[tuple[str, Any]]:
     return ((node[:_NODE_DIGITS], each) for node, each in sorted(nodes.items()) if not is_error(each))
 
@@ -138,6 +146,7 @@ def show_leases(name: str, nodes: Answers, console: Console | None = None) -> No
         "kind",
         "owner",
         "process",
+        "tenant",
         "namespace",
         "blocks>",
         "bytes>",
@@ -151,8 +160,9 @@ def show_leases(name: str, nodes: Answers, console: Console | None = None) -> No
             rows.append(
                 (
                     str(lease["id"]), node, lease["kind"], escape(lease["owner"][:_MOST_OWNER_CHARS]), _place(lease),
-                    _short(lease["namespace"]), f"{lease['num_blocks']:,}", human_bytes(lease["num_bytes"]),
-                    age(lease["age_s"]), age(lease["left_s"]), ", ".join(lease["ends_with"]),
+                    lease["tenant"] or "-", _short(lease["namespace"]), f"{lease['num_blocks']:,}",
+                    human_bytes(lease["num_bytes"]), age(lease["age_s"]), age(lease["left_s"]),
+                    ", ".join(lease["ends_with"]),
                 )
             )  # fmt: skip
         for run in each.get("runs", ()):
@@ -161,7 +171,7 @@ def show_leases(name: str, nodes: Answers, console: Console | None = None) -> No
             runs.append(
                 (node, _short(run["namespace"]), blocks if is_here else f"{run['num_blocks']:,} gone", run["priority"])
             )
-    _show(console, f"leases and pins of store {escape(name)}", columns, rows)
+    _show(console, f"leases and pins of store {escape(name)}", *_without_empty("tenant", columns, rows))
     _say_more(console, len(rows), sum(each["num_all"] for _, each in _answered(nodes)), "leases and pins")
     if runs:
         _show(console, "what it holds", ("node", "namespace", "blocks>", "priority"), runs)
@@ -178,7 +188,7 @@ def _short(digest: str | None) -> str:
 
 def show_handoffs(name: str, nodes: Answers, console: Console | None = None) -> None:
     """Show tickets, fetches from other nodes, and readers that came before the blocks."""
-    columns = ("ticket", "node", "what", "owner", "process", "where", *_SIZES, "waits for")
+    columns = ("ticket", "node", "what", "owner", "process", "tenant", "where", *_SIZES, "waits for")
     rows = list[Row]()
     for node, each in _answered(nodes):
         for ticket in each["tickets"]:
@@ -191,8 +201,8 @@ def show_handoffs(name: str, nodes: Answers, console: Console | None = None) -> 
             rows.append(_handoff_row(fetch, node, "fetched", source, fetch["waits_for"]))
         for early in each["early"]:
             readers = f"its publisher; {early['num_readers']} reader(s) wait"
-            rows.append((early["ticket"], node, "early", *"-------", readers))
-    _show(console, f"hand-offs of store {escape(name)}", columns, rows)
+            rows.append((early["ticket"], node, "early", *"--------", readers))
+    _show(console, f"hand-offs of store {escape(name)}", *_without_empty("tenant", columns, rows))
     num_all = sum(each[f"num_{what}"] for _, each in _answered(nodes) for what in ("tickets", "fetches", "early"))
     _say_more(console, len(rows), num_all, "hand-offs")
 
@@ -200,4 +210,5 @@ def show_handoffs(name: str, nodes: Answers, console: Console | None = None) -> 
 def _handoff_row(row: dict[str, Any], node: str, what: str, where: str, waits_for: str) -> Row:
     owner = escape(row["owner"][:_MOST_OWNER_CHARS])
     sizes = f"{row['num_blocks']:,}", human_bytes(row["num_bytes"]), age(row["age_s"]), age(row["left_s"])
-    return row["ticket"], node, what, owner, _place(row), escape(where), *sizes, escape(waits_for)
+    tenant = row["tenant"] or "-"
+    return row["ticket"], node, what, owner, _place(row), tenant, escape(where), *sizes, escape(waits_for)

@@ -49,17 +49,19 @@ def run_of(start, num_blocks, tier="memory", **more):
 
 
 LEASE = {
-    "id": 77, "kind": "lease", "owner": "client-[ab]", "pid": 4321, "host": "", "namespace": SPACE.digest.hex(),
-    "num_blocks": 3, "num_bytes": 3 << 20, "age_s": 4.5, "left_s": None, "ends_with": ["release", "end of its process"],
+    "id": 77, "kind": "lease", "owner": "client-[ab]", "pid": 4321, "host": "", "tenant": "batch",
+    "namespace": SPACE.digest.hex(), "num_blocks": 3, "num_bytes": 3 << 20, "age_s": 4.5, "left_s": None,
+    "ends_with": ["release", "end of its process"],
 }  # fmt: skip
 TICKET = {
-    "ticket": "aabbccddeeff", "owner": "client-1", "pid": 5, "namespace": SPACE.digest.hex(), "num_blocks": 9,
-    "num_bytes": 9216, "place": "gpu", "age_s": 700.0, "left_s": 30.0, "waits_for": "a fetch", "void": "",
+    "ticket": "aabbccddeeff", "owner": "client-1", "pid": 5, "tenant": "chat",
+    "namespace": SPACE.digest.hex(), "num_blocks": 9, "num_bytes": 9216,
+    "place": "gpu", "age_s": 700.0, "left_s": 30.0, "waits_for": "a fetch", "void": "",
     "num_readers": 2,
 }  # fmt: skip
 FETCH = {
-    "owner": "client-2", "pid": 6, "ticket": "001122334455", "from_node": "b" * 20, "num_blocks": 4, "num_bytes": 4096,
-    "age_s": 1.0, "left_s": 2.0, "waits_for": "its READ",
+    "owner": "client-2", "pid": 6, "tenant": "", "ticket": "001122334455", "from_node": "b" * 20, "num_blocks": 4,
+    "num_bytes": 4096, "age_s": 1.0, "left_s": 2.0, "waits_for": "its READ",
 }  # fmt: skip
 
 
@@ -299,6 +301,28 @@ def test_hand_offs_are_shown_with_what_they_wait_for():
     for part in ("its READ", "ffee00112233", "its publisher; 1 reader(s) wait", "2 more hand-offs"):
         assert part in done.stdout
     assert json.loads(Store(handoffs={"a": answer}).run("handoff", "--json").stdout)["nodes"]["a"] == answer
+
+
+@pytest.mark.parametrize(
+    ("what", "key", "answer", "tenant"),
+    [
+        ("lease", "leases", lambda tenant: {"leases": [{**LEASE, "tenant": tenant}], "num_all": 1}, "batch"),
+        (
+            "handoff",
+            "handoffs",
+            lambda tenant: {
+                "tickets": [{**TICKET, "tenant": tenant}], "num_tickets": 1, "fetches": [FETCH], "num_fetches": 1,
+                "early": [{"ticket": "ffee00112233", "num_readers": 1}], "num_early": 1,
+            },
+            "chat",
+        ),
+    ],
+)  # fmt: skip
+def test_tenants_have_a_column_where_there_are_some(what, key, answer, tenant):
+    with_one, without = (Store(**{key: {"a": answer(name)}}).run(what).stdout for name in (tenant, ""))
+    assert tenant in with_one
+    assert ("tenant" in with_one, "tenant" in without) == (True, False)
+    assert all(len(set(map(len, text.splitlines()[1:]))) == 1 for text in (with_one, without)), "whole rows"
 
 
 @pytest.mark.parametrize(
