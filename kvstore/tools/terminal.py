@@ -112,9 +112,14 @@ def _tenant_line(name: str, tenant: dict[str, int | None]) -> str:
     line = (
         f"{name}: {', '.join(shares)}, evicted {tenant['num_evicted']:,} ({tenant['num_evicted_by_quota']:,} by quota)"
     )
-    refused = {what: tenant[f"num_refused_{what}"] for what in ("bytes", "pins", "handoffs", "disk")}
-    said = ", ".join(f"{what} {count:,}" for what, count in refused.items() if count).replace("handoffs", "hand-offs")
+    said = tenant_refusals(tenant)
     return f"{line}   [yellow]refused: {said}[/]" if said else line
+
+
+def tenant_refusals(tenant: dict[str, int | None]) -> str:
+    """Return what the quotas of a tenant refused; "" for nothing."""
+    refused = {what: tenant[f"num_refused_{what}"] for what in ("bytes", "pins", "handoffs", "disk")}
+    return ", ".join(f"{what} {count:,}" for what, count in refused.items() if count).replace("handoffs", "hand-offs")
 
 
 def tenant_share(tenant: dict[str, int | None], what: str) -> str:

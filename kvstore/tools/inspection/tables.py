@@ -15,6 +15,7 @@ from rich.table import Table
 from kvstore.blocks.chain import BlockHashes
 from kvstore.tools.doctor import human_bytes
 from kvstore.tools.inspection.finding import Answers, absent, is_error
+from kvstore.tools.terminal import tenant_refusals, tenant_share
 
 _NODE_DIGITS = _NAME_DIGITS = 12
 _MOST_OWNER_CHARS = 28
@@ -205,6 +206,20 @@ def show_handoffs(name: str, nodes: Answers, console: Console | None = None) -> 
     _show(console, f"hand-offs of store {escape(name)}", *_without_empty("tenant", columns, rows))
     num_all = sum(each[f"num_{what}"] for _, each in _answered(nodes) for what in ("tickets", "fetches", "early"))
     _say_more(console, len(rows), num_all, "hand-offs")
+
+
+def show_tenants(name: str, nodes: Answers, console: Console | None = None) -> None:
+    """Show what tenants have of their quotas, and what these refused."""
+    columns = ("tenant", "node", "memory>", "pinned>", "disk>", "hand-offs>", "evicted>", "by quota>", "refused")
+    rows: list[Row] = [
+        (
+            tenant, node, *(tenant_share(has, what) for what in ("bytes", "pinned_bytes", "disk_bytes", "handoffs")),
+            f"{has['num_evicted']:,}", f"{has['num_evicted_by_quota']:,}", tenant_refusals(has) or "-",
+        )
+        for node, each in _answered(nodes)
+        for tenant, has in each["tenants"].items()
+    ]  # fmt: skip
+    _show(console, f"tenants of store {escape(name)}", columns, sorted(rows))
 
 
 def _handoff_row(row: dict[str, Any], node: str, what: str, where: str, waits_for: str) -> Row:

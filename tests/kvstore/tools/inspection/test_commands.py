@@ -325,6 +325,40 @@ def test_tenants_have_a_column_where_there_are_some(what, key, answer, tenant):
     assert all(len(set(map(len, text.splitlines()[1:]))) == 1 for text in (with_one, without)), "whole rows"
 
 
+BATCH = {
+    "num_bytes": 992 << 10, "max_bytes": 1 << 20, "num_pinned_bytes": 0, "max_pinned_bytes": None, "num_disk_bytes": 0,
+    "max_disk_bytes": None, "num_handoffs": 1, "max_handoffs": 4, "num_evicted": 578, "num_evicted_by_quota": 570,
+    "num_refused_bytes": 12, "num_refused_pins": 0, "num_refused_handoffs": 3, "num_refused_disk": 0,
+}  # fmt: skip
+
+
+class StoreOfTenants(Store):
+    def __init__(self):
+        chat = BATCH | {"num_evicted": 4}
+        super().__init__(stats={"a": {"tenants": {"batch": BATCH, "chat": chat}, "pool": None}, "b": SILENT, "c": None})
+        self.config = SimpleNamespace(name="s", tenants=[SimpleNamespace(name="batch"), SimpleNamespace(name="chat")])
+
+    def stats(self):
+        return {"nodes": {node: each for node, each in self.answers["stats"].items() if each}}
+
+
+def test_tenants_are_shown_with_their_quotas_and_silent_nodes_are_named():
+    done = StoreOfTenants().run("tenant", wants=1)
+    (line,) = (line for line in done.stdout.splitlines() if "batch" in line)
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        "batch", "a", "992 KiB of 1 MiB", "0 B", "0 B", "1 of 4", "578", "570", "bytes 12, hand-offs 3",
+    ]  # fmt: skip
+    assert "node b: no answer in time" in done.stdout
+    assert "node c: this node has no store" in done.stdout
+
+
+def test_one_tenant_is_shown_alone_and_an_unknown_one_is_refused():
+    said = json.loads(StoreOfTenants().run("tenant", "batch", "--json", wants=1).stdout)
+    assert said["nodes"]["a"] == {"tenants": {"batch": BATCH}}
+    refused = StoreOfTenants().run("tenant", "other", wants=2).stderr
+    assert refused.startswith("InvalidRequest: TENANT: wanted a tenant of this store, got 'other'; it has batch, chat")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(None, "-"), (0.04, "0.0 s"), (9.94, "9.9 s"), (60, "60 s"), (600, "10 min"), (10_800, "3 h"), (400_000, "5 d")],
