@@ -755,6 +755,13 @@ class Pool:
             found = list(self.table.index.find_prefix(chain.namespace, chain.data))
             return self.table.tenant_at(found[-1]) if found else SHARED
 
+    def is_quota_of_pins_used(self, tenant: str) -> bool:
+        """Return whether the quota of pins of a tenant lets it pin nothing more now."""
+        if self._tenants is None:
+            return False
+        with self._lock:
+            return self._tenants.has_no_pins_left(self._number_of(tenant))
+
     def _number_of(self, tenant: str) -> int:
         return 0 if self._tenants is None else self._tenants.number_of(tenant)
 
