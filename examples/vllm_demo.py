@@ -86,6 +86,9 @@ def make_engine(
             "save": save,
             "portable": bool(stored_block_size) and device == "cpu",
             "handoff_staging": handoff_staging,
+            # The defaults bound what a slow store costs a request; here every block is to be found.
+            "lookup_wait_s": 10.0,
+            "load_timeout_s": 60.0,
         },
     )
     # A GPU is shared with other engines; of its backends for float32 this one is fast.

@@ -48,15 +48,16 @@ class TenantQuota:
             )
         for limit in fields(self)[1:]:
             value = getattr(self, limit.name)
+            named = f"{limit.name} of tenant {self.name!r}" if self.name else limit.name
             if isinstance(value, str) and limit.name.endswith("_bytes"):
-                value = parse_bytes(value)
+                value = _size_of(value, named)
                 object.__setattr__(self, limit.name, value)
             if value is not None and (type(value) is not int or not 0 < value <= _MOST):
                 kind = "a size such as '8GiB'" if limit.name.endswith("_bytes") else "a whole number"
-                raise ConfigError(
-                    f"tenants: wanted {limit.name} of tenant {self.name!r} as {kind} above 0, or none for no limit, "
-                    f"got {clip(value)}"
-                )
+                raise ConfigError(f"tenants: wanted {named} as {kind} above 0, or none for no limit, got {clip(value)}")
+
+
+_QUOTAS = tuple(field.name for field in fields(TenantQuota)[1:])
 
 
 def read_tenants(given: object) -> tuple[TenantQuota, ...]:
@@ -76,7 +77,7 @@ def read_tenants(given: object) -> tuple[TenantQuota, ...]:
                 raise ConfigError(
                     f"tenants: wanted names as text, got {clip(name)}; '' is the shared tenant, without limits"
                 )
-            named.append(replace(_read_quota(quota), name=name))
+            named.append(_read_quota(quota, name))
     elif isinstance(given, Iterable) and not isinstance(given, str | bytes):
         named = [_read_quota(quota) for quota in given]
     else:
@@ -117,28 +118,46 @@ def quota_of(tenants: Sequence[TenantQuota], name: str) -> TenantQuota:
     return next((quota for quota in tenants if quota.name == name), TenantQuota())
 
 
-def _read_quota(given: object) -> TenantQuota:
+def _read_quota(given: object, name: str | None = None) -> TenantQuota:
+    """Return a quota; `name`, where one is given, is its name whatever the quota says."""
     if isinstance(given, TenantQuota):
-        return given
+        return given if name is None else replace(given, name=name)
     known = [field.name for field in fields(TenantQuota)]
-    if not isinstance(given, Mapping) or not set(given) <= set(known):
-        raise ConfigError(f"tenants: wanted a TenantQuota, or a mapping of {', '.join(known)}, got {clip(given)}")
-    return TenantQuota(**given)
+    of = "" if name is None else f" of tenant {clip(name)}"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"tenants: wanted a TenantQuota{of}, or a mapping of {', '.join(known)}, got {clip(given)}")
+    if unknown := [key for key in given if key not in known]:
+        raise ConfigError(f"tenants: wanted quotas{of} among {', '.join(_QUOTAS)}, got {clip(unknown[0])}")
+    return TenantQuota(**given) if name is None else TenantQuota(**{**given, "name": name})
+
+
+def _size_of(text: str, of: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"tenants: wanted {of} as a size such as '8GiB', got {clip(text)}") from error
 
 
 def parse_tenant(text: str) -> TenantQuota:
-    """Return the tenant of `NAME`, or of `NAME:FIELD=VALUE,...`, as an option of the command line says it.
+    """Return the tenant of `NAME`, or of `NAME:QUOTA=VALUE,...`, as an option of the command line says it.
 
     Raises:
         ConfigError: it is none of these.
     """
-    name, _, limits = text.partition(":")
+    name, has_limits, limits = text.partition(":")
     values: dict[str, str | int] = {}
-    for each in filter(None, limits.split(",")):
+    for each in limits.split(",") if has_limits else ():
         field, is_given, value = each.partition("=")
         if not is_given or field in values:
-            raise ConfigError(f"tenants: wanted NAME:FIELD=VALUE,..., each field once, got {clip(text)}")
+            raise ConfigError(
+                f"tenants: wanted NAME, or NAME:QUOTA=VALUE,... with each quota once, got {clip(text)}; the quotas are "
+                f"{', '.join(_QUOTAS)}"
+            )
+        if field not in _QUOTAS:
+            raise ConfigError(
+                f"tenants: wanted quotas of tenant {clip(name)} among {', '.join(_QUOTAS)}, got {clip(field)}"
+            )
         # Python refuses to read thousands of digits; what stays text is refused below.
         is_number = field == "max_handoffs" and value.isascii() and value.isdigit() and len(value) < 20
         values[field] = int(value) if is_number else value
-    return replace(_read_quota(values), name=name)
+    return _read_quota(values, name)

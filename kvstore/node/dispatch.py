@@ -226,7 +226,9 @@ class NodeControl:
             if num_held or num_handoffs:
                 log_life(
                     "worker_gone", limit=self._gone_limit, node=self._state.node_id, owner=connection.owner,
-                    worker_pid=connection.pid, num_leases_and_writes=num_held, num_handoffs=num_handoffs,
+                    worker_pid=connection.pid, tenant=connection.tenant or None,
+                    how="closed" if connection.said_goodbye else "died", num_leases_and_writes=num_held,
+                    num_handoffs=num_handoffs,
                 )  # fmt: skip
 
     def _want_mover(self) -> None:

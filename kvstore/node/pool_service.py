@@ -156,7 +156,7 @@ class PoolService:
         if any(config.watermarks):
             self.reclaimer = Reclaimer(pool, *config.watermarks, self._disk if config.disk_write == "back" else None)
         self._divided(pool, slot_bytes)
-        self.current = pool
+        self.current.leave(lambda: setattr(self, "current", pool))
 
     def block_bytes_of(self, namespace: bytes) -> int:
         """Return the size of a namespace's blocks.
@@ -334,14 +334,13 @@ class PoolService:
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
         # Memory and disk in one step, so that no block survives on its way from one to the other.
-        def clear_disk() -> bool:
-            return self._disk is None or self._disk.clear(namespace)
+        def is_to_clear(pool: Pool) -> bool:
+            return pool is self.current and is_news() and (self._disk is None or self._disk.clear(namespace))
 
-        pool = self.current
-        cleared = pool.begin_clear(namespace, lambda: is_news() and clear_disk())
-        while pool is not self.current:  # The first namespace attached meanwhile, and blocks may be here by now.
+        cleared, pool = None, None
+        while cleared is None and pool is not self.current:  # Again if the first namespace attached meanwhile.
             pool = self.current
-            cleared = (cleared or 0) + (pool.begin_clear(namespace, clear_disk) or 0)
+            cleared = pool.begin_clear(namespace, partial(is_to_clear, pool))
         if cleared is not None:
             # Even when no block was dropped: the directory notifies the stores that do not know the version yet.
             self._changed()

@@ -71,9 +71,9 @@ def left_of(state: NodeState, handoffs: HandoffTable) -> dict[str, int]:
     }
 
 
-def _tenants(state: NodeState, control: NodeControl) -> dict[str, dict[str, int]]:
-    """Return what each tenant has, and what its quotas refused, by name; the shared tenant has no quotas."""
-    service, handoffs, found = state.pool_service, control.handoffs, dict[str, dict[str, int]]()
+def _tenants(state: NodeState, control: NodeControl) -> dict[str, dict[str, int | None]]:
+    """Return what each tenant has, its quotas, and what they refused, by name; the shared tenant has no quotas."""
+    service, handoffs, found = state.pool_service, control.handoffs, dict[str, dict[str, int | None]]()
     memory = service.current.tenants()
     disk = {} if state.disk is None else state.disk.pool.tenants()
     for quota in state.config.tenants:
@@ -89,5 +89,9 @@ def _tenants(state: NodeState, control: NodeControl) -> dict[str, dict[str, int]
             "num_refused_pins": here.num_refused_pins,
             "num_refused_handoffs": handoffs.num_refused[name],
             "num_refused_disk": there.num_refused_bytes,
+            "max_bytes": quota.max_bytes,
+            "max_pinned_bytes": quota.max_pinned_bytes,
+            "max_handoffs": quota.max_handoffs,
+            "max_disk_bytes": quota.max_disk_bytes,
         }
     return found

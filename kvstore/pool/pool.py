@@ -538,6 +538,11 @@ class Pool:
             calls = self.watches.take_calls()
         return _after(calls, num_cleared)
 
+    def leave(self, change: Callable[[], None]) -> None:
+        """Have another pool take this one's place, in a step of its own: no clearing is under way here meanwhile."""
+        with self._step("leave"):
+            change()
+
     def sweep(self) -> bool:
         """Give some cleared slots back; return whether there are more. A claim that lacks slots sweeps, too."""
         with self._step("sweep"):
@@ -750,6 +755,13 @@ class Pool:
         with self._lock:
             found = list(self.table.index.find_prefix(chain.namespace, chain.data))
             return self.table.tenant_at(found[-1]) if found else SHARED
+
+    def is_quota_of_pins_used(self, tenant: str) -> bool:
+        """Return whether the quota of pins of a tenant lets it pin nothing more now."""
+        if self._tenants is None:
+            return False
+        with self._lock:
+            return self._tenants.has_no_pins_left(self._number_of(tenant))
 
     def _number_of(self, tenant: str) -> int:
         return 0 if self._tenants is None else self._tenants.number_of(tenant)

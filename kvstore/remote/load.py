@@ -100,8 +100,12 @@ class Load:
         """Return why blocks that are here cannot be leased now; "" if none is left out."""
         if not self.num_unpinned:
             return ""
-        quota = f", or the quota of tenant {self.tenant!r}," if self.tenant else ""
-        return f"pool_full: the budget of pins{quota} has no room for {self.num_unpinned} more blocks"
+        if self.pool.is_quota_of_pins_used(self.tenant):
+            full, remedy = f"the quota of tenant {self.tenant!r}", "its max_pinned_bytes"
+        else:
+            full, remedy = "the budget of pins of all clients", "max_pinned_fraction"
+        num_left = self.num_unpinned
+        return f"pool_full: {full} has no room for {num_left} more blocks; release leases or pins, or raise {remedy}"
 
     def end(self, reason: str) -> None:
         """Send the client its last message with the reason, unless it has got it already."""

@@ -74,6 +74,8 @@ class Connection:
     taken_s: float = 0.0
     closed: bool = False
     ended: bool = False
+    #: Once it has `ended`: whether its client has closed it; else the process is gone.
+    said_goodbye: bool = False
     decoder: Decoder = field(default_factory=lambda: Decoder(STRANGER_BYTES))
     #: Received messages that were not served yet.
     pending: deque[Message] = field(default_factory=deque)

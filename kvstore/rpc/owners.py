@@ -116,11 +116,11 @@ class Owners:
                 self._end(connection)
                 return
 
-    def died(self, connection: Connection) -> None:
-        """End all connections of the process that owned `connection`."""
+    def died(self, connection: Connection, *, said_so: bool = False) -> None:
+        """End all connections of the owner of `connection`: its process has ended, or it `said_so` before."""
         # All its connections at once: otherwise a question over another one could be granted after this end.
         for each in list(self._owned.get(connection.owner, ())) or [connection]:
-            each.ended = True
+            each.ended, each.said_goodbye = True, said_so
             self._end(each)
 
     def forget_closed(self) -> None:

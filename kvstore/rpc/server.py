@@ -218,7 +218,7 @@ class ControlServer:
         serve = connection.routes.get(op)
         if serve is None:
             if op is _GOODBYE:
-                self.owners.died(connection)
+                self.owners.died(connection, said_so=True)
                 return
             if op is _HELLO or not connection.role:
                 self._hear_hello(connection, message)

@@ -208,7 +208,7 @@ METRICS = (
     ),
     _gauge(
         "tenant_bytes",
-        "Bytes of slots that are a tenant's, and of those that it pins.",
+        "Bytes of slots that are a tenant's, of those that it pins, and of its places on the disk.",
         ("tenant", "kind"),
         _of_tenants(memory="num_bytes", pinned="num_pinned_bytes", disk="num_disk_bytes"),
     ),

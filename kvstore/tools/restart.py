@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import click
 
+from kvstore.config import StoreConfig
+from kvstore.quotas import TenantQuota
 from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds
 from kvstore.tools.settings import SET, settings_of
 from kvstore.tools.terminal import progress
@@ -43,20 +46,46 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
         """Restart the node stores one after the other, with changed settings or another version of raykv.
 
         Each next store takes over the memory of the one before, with its blocks, where that is safe. The result says
-        so for each node, or why it begins empty. Clients of the store before have to be made anew.
+        so for each node, or why it begins empty, and which settings changed. Clients of the store before have to be
+        made anew.
 
         --set changes any setting but name and num_directory_shards; all others stay.
         """
         wanted = settings_of(changes)
         with progress() as say:
             say(f"restarting store {name!r}")
-            found = connect(name, address).restart(list(node_ids) or None, cold=cold, wait_s=wait_s, **wanted)
+            store = connect(name, address)
+            before = store.config
+            found = store.restart(list(node_ids) or None, cold=cold, wait_s=wait_s, **wanted)
         if as_json:
             click.echo(json.dumps(found))
             return
+        for line in changes_of(before, store.config):
+            click.echo(line)
         for node_id, said in found.items():
             kept = f"warm, {said['num_blocks']} blocks kept" if said["is_warm"] else f"cold: {said['why_cold']}"
             held = f", {said['num_held_slots']} slots wait for workers" if said["num_held_slots"] else ""
             click.echo(f"node {node_id}: {kept}{held}")
 
     return restart
+
+
+def changes_of(before: StoreConfig, after: StoreConfig) -> Iterator[str]:
+    """Yield a line for each setting that a restart changed; for tenants, one for each that came, left or changed."""
+    for field in fields(StoreConfig):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if field.name != "tenants" and old != new:
+            yield f"{field.name}: {old!r} before, {new!r} now"
+    olds, news = ({quota.name: quota for quota in config.tenants} for config in (before, after))
+    for name in sorted({*olds, *news}):
+        if name not in news:
+            yield f"tenant {name}: removed"
+        elif name not in olds:
+            yield f"tenant {name}: new, {_quotas(news[name])}"
+        elif olds[name] != news[name]:
+            yield f"tenant {name}: {_quotas(olds[name])} before, {_quotas(news[name])} now"
+
+
+def _quotas(quota: TenantQuota) -> str:
+    given = {field.name: getattr(quota, field.name) for field in fields(quota)[1:]}
+    return ",".join(f"{name}={value}" for name, value in given.items() if value is not None) or "no quotas"

@@ -70,10 +70,10 @@ _TENANTS = (
     click.option(
         "--tenant",
         "tenants",
-        metavar="NAME[:LIMITS]",
+        metavar="NAME[:QUOTAS]",
         multiple=True,
-        help="A tenant and its quotas on each node; may be repeated: "
-        "team-a:max_bytes=8GiB,max_pinned_bytes=1GiB,max_handoffs=64,max_disk_bytes=50GiB.",
+        help="A tenant and its quotas on each node, like team-a:max_bytes=8GiB,max_handoffs=64; may be repeated. "
+        "Quotas: max_bytes, max_pinned_bytes, max_handoffs, max_disk_bytes.",
     ),
     click.option("--private-tenants", is_flag=True, help="No tenant finds what another has saved."),
 )

@@ -103,13 +103,35 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _tenant_line(name: str, tenant: dict[str, int]) -> str:
-    """Return the line of one tenant: what it has, and what its quotas refused."""
-    line = f"{name}: {human_bytes(tenant['num_bytes'])}, pinned {human_bytes(tenant['num_pinned_bytes'])}, "
-    line += f"hand-offs {tenant['num_handoffs']:,}, evicted {tenant['num_evicted']:,}"
-    refused = {what: tenant[f"num_refused_{what}"] for what in ("bytes", "pins", "handoffs", "disk")}
-    said = ", ".join(f"{what} {count:,}" for what, count in refused.items() if count)
+def _tenant_line(name: str, tenant: dict[str, int | None]) -> str:
+    """Return the line of one tenant: what it has of its quotas, and what they refused."""
+    shares = [tenant_share(tenant, "bytes"), "pinned " + tenant_share(tenant, "pinned_bytes")]
+    if tenant["num_disk_bytes"] or tenant["max_disk_bytes"]:
+        shares.append("disk " + tenant_share(tenant, "disk_bytes"))
+    shares.append("hand-offs " + tenant_share(tenant, "handoffs"))
+    line = (
+        f"{name}: {', '.join(shares)}, evicted {tenant['num_evicted']:,} ({tenant['num_evicted_by_quota']:,} by quota)"
+    )
+    said = tenant_refusals(tenant)
     return f"{line}   [yellow]refused: {said}[/]" if said else line
+
+
+def tenant_refusals(tenant: dict[str, int | None]) -> str:
+    """Return what the quotas of a tenant refused; "" for nothing."""
+    refused = {what: tenant[f"num_refused_{what}"] for what in ("bytes", "pins", "handoffs", "disk")}
+    return ", ".join(f"{what} {count:,}" for what, count in refused.items() if count).replace("handoffs", "hand-offs")
+
+
+def tenant_share(tenant: dict[str, int | None], what: str) -> str:
+    """Return what a tenant has of one quota, like "992 KiB of 1 MiB"; without the quota what it has.
+
+    Args:
+        tenant: of `stats()["tenants"]`.
+        what: "bytes", "pinned_bytes", "disk_bytes" or "handoffs".
+    """
+    num, most = tenant[f"num_{what}"] or 0, tenant[f"max_{what}"]
+    has, may = (human_bytes(each or 0) if what.endswith("bytes") else f"{each or 0:,}" for each in (num, most))
+    return has if most is None else f"{has} of {may}"
 
 
 def _loop_line(loop: dict[str, Any]) -> str:

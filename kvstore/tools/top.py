@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import click
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds
+from kvstore.tools.terminal import tenant_share
 
 #: Of blocks that loads asked for; the rest were missed.
 _TIERS = ("memory", "disk", "peer")
@@ -24,6 +25,8 @@ _COLUMNS = (
     ("GB/s in", "save peer disk handoff"), ("GB/s out", "load peer disk handoff"), ("leases, pins", "oldest"),
     ("queues", "loads threads disk"), ("evicted/s", ""),
 )  # fmt: skip
+_TENANT_COLUMNS = ("node", "tenant", "memory", "pinned", "hand-offs", "evicted/s", "by quota")
+_TENANT_RATES = ("evicted_per_s", "by_quota_per_s")
 #: More than any table of `top` needs.
 _WIDEST = 1000
 
@@ -38,8 +41,10 @@ def rows_of(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any
     Returns:
         A row for each node of the later answer, in the order of their ids: {"node", "error"}, or {"node", "seconds",
         "num_slots", "num_used", "num_pinned", "hit_share", "in_gb_per_s", "out_gb_per_s", "pins", "oldest_pin_s",
-        "queues", "num_handoffs", "evicted_per_s", "draining"}. "hit_share" is by tier, and None when no load asked for
-        blocks. A store that began in between is compared with its beginning; "seconds" is None, and so are its rates.
+        "queues", "num_handoffs", "evicted_per_s", "tenants", "draining"}. "hit_share" is by tier, and None when no load
+        asked for blocks. "tenants" has what `Store.stats` says of each, "evicted_per_s", and "by_quota_per_s": those
+        that went for its own new blocks. A store that began in between is compared with its beginning; "seconds" is
+        None, and so are its rates.
     """
     return [_row(node, before["nodes"].get(node, {}), now) for node, now in sorted(after["nodes"].items())]
 
@@ -76,6 +81,14 @@ def _row(node: str, before: dict[str, Any], now: dict[str, Any]) -> dict[str, An
         "queues": {**now["queues"], "disk": disk.get("num_unwritten", 0)},
         "num_handoffs": now["num_handoffs"],
         "evicted_per_s": _share(growth("pool", "num_evicted"), seconds),
+        "tenants": {
+            name: {
+                **tenant,
+                "evicted_per_s": _share(growth("tenants", name, "num_evicted"), seconds),
+                "by_quota_per_s": _share(growth("tenants", name, "num_evicted_by_quota"), seconds),
+            }
+            for name, tenant in now.get("tenants", {}).items()
+        },
     }
 
 
@@ -158,15 +171,34 @@ def _shown(as_json: bool) -> Iterator[Callable[[str, list[dict[str, Any]]], None
             yield lambda name, rows: live.update(table_of(name, rows, console), refresh=True)
 
 
-def table_of(name: str, rows: list[dict[str, Any]], console: Console) -> Table:
-    """Return the table of one interval: a line for each node, or several if the console is too narrow for that."""
+def table_of(name: str, rows: list[dict[str, Any]], console: Console) -> RenderableType:
+    """Return the table of one interval: a line for each node, or several if the console is too narrow for that.
+
+    Below it is one of the tenants, where the store has some.
+    """
     table = Table(title=f"store {name}", title_justify="left")
     for heading, below in _COLUMNS:
         table.add_column(f"{heading}\n[bright_black]{below}[/]" if below else heading, no_wrap=heading != "node")
     for row in rows:
         table.add_row(*_cells(row))
     wanted = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
-    return table if wanted <= console.width else _narrow(name, rows)
+    nodes = table if wanted <= console.width else _narrow(name, rows)
+    return Group(nodes, _tenant_table(rows)) if any(row.get("tenants") for row in rows) else nodes
+
+
+def _tenant_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="tenants", title_justify="left")
+    for number, heading in enumerate(_TENANT_COLUMNS):
+        table.add_column(heading, justify="left" if number < 2 else "right")
+    for row in rows:
+        for name, tenant in row.get("tenants", {}).items():
+            shares = (tenant_share(tenant, what) for what in ("bytes", "pinned_bytes", "handoffs"))
+            table.add_row(row["node"][:12], name, *shares, *map(_rate, (tenant[key] for key in _TENANT_RATES)))
+    return table
+
+
+def _rate(per_s: float | None) -> str:
+    return "-" if per_s is None else f"{per_s:,.0f}"
 
 
 def _narrow(name: str, rows: list[dict[str, Any]]) -> Table:
@@ -192,4 +224,4 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
     pins = "/".join(str(count) for count in row["pins"].values())
     yield f"{pins}, {row['oldest_pin_s']:.0f} s" if any(row["pins"].values()) else "none"
     yield " ".join(str(row["queues"][queue]) for queue in ("loads", "threads", "disk"))
-    yield "-" if row["evicted_per_s"] is None else f"{row['evicted_per_s']:,.0f}"
+    yield _rate(row["evicted_per_s"])

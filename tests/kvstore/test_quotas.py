@@ -31,10 +31,10 @@ def test_settings_with_tenants_come_back_from_text_and_are_one_whatever_their_or
         ({7: {}}, "names as text"),
         ({"a b": {}}, "1 to 40 letters"),
         ({"a" * 41: {}}, "1 to 40 letters"),
-        ({"a": 5}, "a TenantQuota, or a mapping of name, max_bytes"),
-        ({"a": {"max_byte": 5}}, "a mapping of"),
-        ({"a": {"max_bytes": 0}}, "max_bytes of tenant '' as a size"),
-        ({"a": {"max_bytes": "much"}}, "wanted a size such as '8GiB'"),
+        ({"a": 5}, "a TenantQuota of tenant 'a', or a mapping of name, max_bytes"),
+        ({"a": {"max_byte": 5}}, "quotas of tenant 'a' among max_bytes, .*, got 'max_byte'"),
+        ({"a": {"max_bytes": 0}}, "max_bytes of tenant 'a' as a size"),
+        ({"a": {"max_bytes": "much"}}, "wanted max_bytes of tenant 'a' as a size such as '8GiB', got 'much'"),
         ({"a": {"max_bytes": 1.5}}, "above 0"),
         ({"a": {"max_handoffs": True}}, "a whole number above 0"),
         ({"a": {"max_handoffs": "3"}}, "a whole number above 0"),
@@ -66,20 +66,25 @@ def test_a_tenant_of_the_command_line():
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "said"),
     [
-        "a:max_bytes",
-        "a:max_bytes=1,max_bytes=2",
-        "a:max=3",
-        "a:max_handoffs=x",
-        "a b",
-        "a:max_bytes=-1",
-        "a:=1",
-        "a:max_handoffs=" + 30 * "9",
+        ("a:max_bytes", "NAME:QUOTA=VALUE"),
+        ("a:max_bytes=1,max_bytes=2", "each quota once"),
+        ("a:", "NAME:QUOTA=VALUE,.* got 'a:'"),
+        ("a:max_bytes=1,", "NAME:QUOTA=VALUE"),
+        ("a:max_byte=3", "quotas of tenant 'a' among max_bytes, .*, got 'max_byte'"),
+        ("a:name=b", "quotas of tenant 'a' among max_bytes, .*, got 'name'"),
+        ("a:=1", "got ''"),
+        ("a:max_handoffs=x", "max_handoffs of tenant 'a' as a whole number"),
+        ("a:max_handoffs=1.5", "max_handoffs of tenant 'a' as a whole number above 0, .*got '1.5'"),
+        ("a:max_handoffs=" + 30 * "9", "max_handoffs of tenant 'a'"),
+        ("a:max_bytes=-1", "max_bytes of tenant 'a' as a size such as '8GiB', got '-1'"),
+        ("a:max_pinned_bytes=lots", "max_pinned_bytes of tenant 'a' as a size such as '8GiB', got 'lots'"),
+        ("a b", "1 to 40 letters"),
     ],
 )
-def test_a_text_that_is_no_tenant_is_refused(text):
-    with pytest.raises(ConfigError, match=r"tenants: wanted|wanted a size"):
+def test_a_text_that_is_no_tenant_is_refused_with_the_tenant_and_the_quota(text, said):
+    with pytest.raises(ConfigError, match=f"^tenants: wanted .*{said}"):
         parse_tenant(text)
 
 

@@ -39,6 +39,8 @@ class Outcome:
         tokens: of the prompts, by where their KV came from; those of the store and of hand-offs in whole blocks.
         num_drafted: tokens that were guessed.
         num_accepted: of them, those that were right.
+        num_blocks_read: blocks that the nodes read from their disks. A peer's disk may be faster than the own one; then
+            `tokens` has them as the peer's.
         problems: what is wrong.
     """
 
@@ -47,6 +49,7 @@ class Outcome:
     tokens: Counter[str] = field(default_factory=Counter)
     num_drafted: int = 0
     num_accepted: int = 0
+    num_blocks_read: int = 0
     problems: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,7 +116,7 @@ class Fleet:
         if case.transfer != "none":
             building.append(prefill.build.remote("PrefillWorker", store, **options))
         self._get(building, timeout=START_S)
-        outcome, has_room = Outcome(case=case), False
+        outcome, has_room, num_before = Outcome(case=case), False, self._num_blocks_read()
         for prompts in rounds(case.num_decoders):
             if prompts is None:
                 self._make_room(case, decoders, prefill)
@@ -131,6 +134,7 @@ class Fleet:
                 if ticket is not None and not row["used_ticket"]:
                     self._get(prefill.do.remote("withdraw", ticket), timeout=CALL_S)
         self._get([worker.close.remote() for worker in (prefill, *decoders)], timeout=CALL_S)
+        outcome.num_blocks_read = self._num_blocks_read() - num_before
         outcome.problems += missing(outcome)
         return outcome
 
@@ -161,6 +165,10 @@ class Fleet:
                 filling.append(prefill.do.remote("prefill", other))
             self._get(filling, timeout=CALL_S)
         self._get([decoder.do.remote("forget") for decoder in decoders], timeout=CALL_S)
+
+    def _num_blocks_read(self) -> int:
+        nodes = self._stores["disk"].stats()["nodes"].values()
+        return sum(node["disk"].get("num_read", 0) for node in nodes)
 
     def _wait_written(self, store: Any) -> None:
         """Wait until all blocks of a store are on disk: what is evicted before its turn comes is lost."""
@@ -222,7 +230,8 @@ def missing(outcome: Outcome) -> list[str]:
         wanted.append(case.transfer)
     if case.num_draft_tokens and not outcome.num_drafted:
         return ["no token was drafted"]
-    return [f"no token came from: {source}" for source in wanted if not outcome.tokens[source]]
+    found = {**outcome.tokens, "disk": outcome.num_blocks_read}
+    return [f"no token came from: {source}" for source in wanted if not found.get(source)]
 
 
 @contextmanager

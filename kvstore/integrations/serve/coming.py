@@ -62,6 +62,11 @@ class ComingPrompts:
                     del counts[block]
             self._num_tokens[coming.replica] -= coming.num_tokens
 
+    def end_at(self, request: str, replica: str) -> None:
+        """Note that a request ended at a replica; no effect if it is on its way to another one."""
+        if request in self._requests and self._requests[request].replica == replica:
+            self.end(request)
+
     def end_stale(self, now_s: float) -> None:
         """Forget requests that are on their way for too long."""
         while self._requests:

@@ -6,6 +6,8 @@ from collections import Counter, OrderedDict
 
 _MEAN_OF = 32  # requests
 _FIRST_MEAN_TOKENS = 512.0
+#: How many ends without a begin are remembered, the latest ones.
+_MOST_EARLY_ENDS = 1_000
 
 
 class OpenWork:
@@ -20,21 +22,37 @@ class OpenWork:
         self._open: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._num_open: Counter[str] = Counter()
         self._num_tokens: Counter[str] = Counter()
+        #: Requests and replicas whose end was told before their begin.
+        self._ended_early: OrderedDict[tuple[str, str], None] = OrderedDict()
         #: Tokens that a request has to compute, of the last ones.
         self.mean_tokens = _FIRST_MEAN_TOKENS
 
     def begin(self, request: str, replica: str, num_tokens: int) -> None:
-        """Note that a request was sent, and how many tokens of its prompt the replica will compute."""
-        self.end(request)  # Ray Serve sent it again.
+        """Note that a request was sent, and how many tokens of its prompt the replica will compute.
+
+        No effect if its end was told before: Ray Serve may learn of the end of a short request first.
+        """
+        self._drop(request)  # Ray Serve sent it again.
+        if (request, replica) in self._ended_early:
+            del self._ended_early[request, replica]
+            return
         self._open[request] = replica, num_tokens
         self._num_open[replica] += 1
         self._num_tokens[replica] += num_tokens
         self.mean_tokens += (num_tokens - self.mean_tokens) / _MEAN_OF
         if len(self._open) > self._max_requests:
-            self.end(next(iter(self._open)))
+            self._drop(next(iter(self._open)))
 
-    def end(self, request: str) -> None:
-        """Note that a request ended; no effect if it is not open."""
+    def end(self, request: str, replica: str) -> None:
+        """Note that a request ended at a replica. It may be open at another one, which was asked after this one."""
+        if request in self._open and self._open[request][0] == replica:
+            self._drop(request)
+            return
+        self._ended_early[request, replica] = None
+        if len(self._ended_early) > _MOST_EARLY_ENDS:
+            self._ended_early.popitem(last=False)
+
+    def _drop(self, request: str) -> None:
         if request in self._open:
             replica, num_tokens = self._open.pop(request)
             self._num_open[replica] -= 1
@@ -55,4 +73,4 @@ class OpenWork:
     def forget(self, replica: str) -> None:
         """Forget the requests of a replica that ended."""
         for request in [each for each, (where, _) in self._open.items() if where == replica]:
-            self.end(request)
+            self._drop(request)

@@ -107,7 +107,8 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Note that a replica has less to compute."""
-        self._work.end(internal_request_id)
+        self._work.end(internal_request_id, replica_id.unique_id)
+        self._coming.end_at(internal_request_id, replica_id.unique_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica."""

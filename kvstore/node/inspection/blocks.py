@@ -87,6 +87,7 @@ def leases(state: NodeState, server: ControlServer, lease_id: int | None, limit:
             "kind": each.kind,
             "owner": shown_owner(each.owner),
             **asdict(places.get(each.owner, OwnerPlace())),
+            "tenant": each.tenant,
             "namespace": None if each.namespace is None else each.namespace.hex(),
             "num_blocks": each.num_blocks,
             "num_bytes": each.num_blocks * slot_bytes,

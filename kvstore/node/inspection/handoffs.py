@@ -31,6 +31,7 @@ def handoffs(state: NodeState, control: HandoffControl, server: ControlServer, l
             {
                 "owner": shown_owner(each.owner),
                 "pid": places.get(each.owner, OwnerPlace()).pid,
+                "tenant": places.get(each.owner, OwnerPlace()).tenant,
                 "ticket": ticket_name(each.key),
                 "from_node": each.node_id,
                 "num_blocks": each.num_blocks,
@@ -62,6 +63,7 @@ def _ticket(
         "ticket": ticket_name(handoff.key),
         "owner": shown_owner(handoff.owner),
         "pid": places.get(handoff.owner, OwnerPlace()).pid,
+        "tenant": handoff.place.tenant,
         "namespace": handoff.namespace.hex(),
         "num_blocks": num_blocks,
         "num_bytes": num_blocks * service.block_bytes.get(handoff.namespace, service.slot_bytes),

@@ -16,17 +16,23 @@ _MOST_CHARS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerPlace:
-    """Where an owner is: the id of its process on this node, or the host of a peer's store. 0 and "" if not known."""
+    """Where an owner is: the id of its process on this node, or the host of a peer's store. 0 and "" if not known.
+
+    A worker of this node has its `tenant`, too.
+    """
 
     pid: int = 0
     host: str = ""
+    tenant: str = ""
 
 
 def places_of(server: ControlServer) -> dict[str, OwnerPlace]:
     """Return where the owners of a server's connections are. Any thread may call."""
     found = dict[str, OwnerPlace]()
     for connection in list(server.connections):  # A copy, which is made in one step.
-        place = OwnerPlace(pid=connection.pid) if connection.local else OwnerPlace(host=connection.host)
+        place = OwnerPlace(host=connection.host)
+        if connection.local:
+            place = OwnerPlace(pid=connection.pid, tenant=connection.tenant)
         found.setdefault(connection.owner, place)
     return found
 

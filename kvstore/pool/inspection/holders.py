@@ -33,6 +33,7 @@ class Holder:
         age_s: since it began.
         left_s: until its deadline; None without one.
         is_of_tier: whether another tier of this store has it, while it copies.
+        tenant: whose pins these are; "" for the shared one.
     """
 
     lease_id: int
@@ -43,6 +44,7 @@ class Holder:
     age_s: float
     left_s: float | None
     is_of_tier: bool
+    tenant: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +91,7 @@ def _described(ids: Sequence[int], table: SlotTable, leases: LeaseTable) -> list
                 age_s=max(0.0, now_s - leases.began_s[lease.kind][number]),
                 left_s=None if math.isinf(lease.deadline_s) else max(0.0, lease.deadline_s - now_s),
                 is_of_tier=lease.is_lent,
+                tenant="" if table.tenants is None else table.tenants.names[lease.tenant],
             )
         )
     return found

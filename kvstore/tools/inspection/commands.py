@@ -10,14 +10,23 @@ from typing import Any, BinaryIO
 import click
 
 from kvstore.blocks.chain import BlockHashes
+from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 from kvstore.tools.commands import ADDRESS, JSON, NAME, POSITIVE, Group, Seconds
 from kvstore.tools.inspection.finding import Answers, absent, is_error, the_chain, the_namespace
-from kvstore.tools.inspection.tables import show_chain, show_handoffs, show_leases, show_namespaces, show_silent
+from kvstore.tools.inspection.tables import (
+    show_chain,
+    show_handoffs,
+    show_leases,
+    show_namespaces,
+    show_silent,
+    show_tenants,
+)
 from kvstore.tools.inspection.tokens import chain_of, read_tokens
 
 _HASH_DIGITS = 64
 _HEX = re.compile("[0-9a-f]+")
+_MOST_ID_DIGITS = 20
 _MOST_ROWS = 10_000
 _LIMIT = click.option(
     "--limit", type=click.IntRange(1, _MOST_ROWS), default=100, show_default=True, help="Most rows of a node."
@@ -37,11 +46,11 @@ def inspect_group(connect: Connect) -> click.Group:
     """Return the group of commands; `connect` returns the handle of a store, by its name and address."""
     group = Group(
         "inspect",
-        short_help="Look into a store: namespaces, chains, leases, hand-offs.",
+        short_help="Look into a store: namespaces, chains, leases, hand-offs, tenants.",
         help="Look into a store that runs: what its nodes have, where, and what holds it.\n\nNothing is changed, and "
         "no block or token is shown. A node that does not answer in time is named, and the exit status is 1.",
     )
-    for make in (_namespace_command, _chain_command, _lease_command, _handoff_command):
+    for make in (_namespace_command, _chain_command, _lease_command, _handoff_command, _tenant_command):
         make(connect, group)
     return group
 
@@ -139,7 +148,15 @@ def _chain_command(connect: Connect, group: click.Group) -> None:
         nodes = _ask(store, "chain", timeout_s, chain=wanted, limit=limit)
         said = {"namespace": wanted.namespace.hex(), "start": wanted.start, "num_blocks": len(wanted)}
         missing = absent(nodes, wanted)
-        _end(ctx, store, nodes, as_json, lambda: show_chain(wanted, nodes), **said, absent=missing)
+        _end(
+            ctx,
+            store,
+            nodes,
+            as_json,
+            lambda: show_chain(wanted, nodes, by_tokens=bool(tokens)),
+            **said,
+            absent=missing,
+        )
 
 
 def _by_hash(store: Any, texts: tuple[str, ...], timeout_s: float) -> BlockHashes:
@@ -155,7 +172,7 @@ def _by_hash(store: Any, texts: tuple[str, ...], timeout_s: float) -> BlockHashe
 
 def _lease_command(connect: Connect, group: click.Group) -> None:
     @group.command("lease", short_help="Leases and pins, and what ends them.")
-    @click.argument("lease_id", required=False, type=click.IntRange(1, (1 << 64) - 1), metavar="[ID]")
+    @click.argument("text", required=False, metavar="[ID]")
     @NAME
     @ADDRESS
     @JSON
@@ -164,7 +181,7 @@ def _lease_command(connect: Connect, group: click.Group) -> None:
     @click.pass_context
     def lease(
         ctx: click.Context,
-        lease_id: int | None,
+        text: str | None,
         name: str,
         address: str | None,
         as_json: bool,
@@ -177,6 +194,7 @@ def _lease_command(connect: Connect, group: click.Group) -> None:
 
         Example: kvstore inspect lease --limit 5
         """
+        lease_id = None if text is None else _lease_id(text)
         store = connect(name, address)
         nodes = _ask(store, "leases", timeout_s, lease_id=lease_id, limit=limit)
         if lease_id is not None and not any(each["leases"] for each in nodes.values() if not is_error(each)):
@@ -185,6 +203,12 @@ def _lease_command(connect: Connect, group: click.Group) -> None:
                 "ended: `kvstore inspect lease` lists those that are held"
             )
         _end(ctx, store, nodes, as_json, lambda: show_leases(name, nodes))
+
+
+def _lease_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_ID_DIGITS and 0 < int(text) < 1 << 64):
+        raise InvalidRequest(f"ID: wanted an id from `kvstore inspect lease`, got {clip(text)}")
+    return int(text)
 
 
 def _handoff_command(connect: Connect, group: click.Group) -> None:
@@ -208,6 +232,34 @@ def _handoff_command(connect: Connect, group: click.Group) -> None:
         store = connect(name, address)
         nodes = _ask(store, "handoffs", timeout_s, limit=limit)
         _end(ctx, store, nodes, as_json, lambda: show_handoffs(name, nodes))
+
+
+def _tenant_command(connect: Connect, group: click.Group) -> None:
+    @group.command("tenant", short_help="What each tenant has of its quotas.")
+    @click.argument("tenant", required=False, metavar="[TENANT]")
+    @NAME
+    @ADDRESS
+    @JSON
+    @click.pass_context
+    def tenant(ctx: click.Context, tenant: str | None, name: str, address: str | None, as_json: bool) -> None:
+        """Show what each tenant has of its quotas on each node, what was evicted, and what the quotas refused.
+
+        Example: kvstore inspect tenant batch
+        """
+        store = connect(name, address)
+        if tenant is not None and tenant not in (known := [quota.name for quota in store.config.tenants]):
+            raise InvalidRequest(
+                f"TENANT: wanted a tenant of this store, got {clip(tenant)}; it has {', '.join(known) or 'none'}"
+            )
+        stats = store.stats()["nodes"]
+        absent_stores = {node: {"error": "this node has no store that can be found"} for node in store.node_ids()}
+        nodes = absent_stores | {node: each if is_error(each) else _only(each, tenant) for node, each in stats.items()}
+        _end(ctx, store, nodes, as_json, lambda: show_tenants(name, nodes))
+
+
+def _only(stats: dict[str, Any], tenant: str | None) -> dict[str, Any]:
+    found = stats["tenants"].items()
+    return {"tenants": {name: counts for name, counts in found if tenant in (None, name)}}
 
 
 def _prefix(text: str) -> str:

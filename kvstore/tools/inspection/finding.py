@@ -52,6 +52,7 @@ def the_chain(nodes: Answers, hashes: list[bytes]) -> BlockHashes:
 
     Raises:
         BlockNotFound: no node has any of these blocks.
+        InvalidRequest: they are not of one chain, or not in its order.
     """
     runs = [each for each in nodes.values() if isinstance(each, BlockHashes) and len(each)]
     if not runs:
@@ -61,9 +62,38 @@ def the_chain(nodes: Answers, hashes: list[bytes]) -> BlockHashes:
             "engine's own: use what Namespace.block_hashes gives"
         )
     best = min(runs, key=lambda run: (-run.start - len(run), run.start))
+    if len(set(hashes)) < len(hashes):
+        twice = next(each for each in hashes if hashes.count(each) > 1)
+        raise _no_chain(twice, twice)
+    places = {best.hash_at(place): place for place in range(len(best))}
     last = best.hash_at(len(best) - 1)
-    rest = hashes[hashes.index(last) + 1 :] if last in hashes else []
-    return BlockHashes(best.namespace, best.parent, best.start, best.data + b"".join(rest), best.root_key)
+    end = hashes.index(last) + 1 if last in hashes else len(hashes)
+    _check_order(hashes, end, best, places)
+    for run in runs:
+        other = run.hash_at(len(run) - 1)
+        if run.start + len(run) > best.start and other not in places:
+            raise _no_chain(other, last)
+    return BlockHashes(best.namespace, best.parent, best.start, best.data + b"".join(hashes[end:]), best.root_key)
+
+
+def _check_order(hashes: list[bytes], end: int, best: BlockHashes, places: dict[bytes, int]) -> None:
+    """Refuse hashes that are not those of blocks of a chain, in its order; those from `end` on come after it."""
+    before, last = -1, best.hash_at(len(best) - 1)
+    for number, each in enumerate(hashes):
+        place = places.get(each)
+        # Without its root a chain cannot tell which blocks came before.
+        if place is None and number < end and best.start == 0 and last in hashes:
+            raise _no_chain(each, last)
+        if place is not None and place <= before:
+            raise _no_chain(each, best.hash_at(before))
+        before = before if place is None else place
+
+
+def _no_chain(one: bytes, other: bytes) -> InvalidRequest:
+    return InvalidRequest(
+        f"--hash: wanted blocks of one chain, each once and in its order, got {one.hex()[:_SHORT]}... and "
+        f"{other.hex()[:_SHORT]}..., which are not; give the last block's hash alone, which finds those before it"
+    )
 
 
 def absent(nodes: Answers, chain: BlockHashes) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from rich.table import Table
 from kvstore.blocks.chain import BlockHashes
 from kvstore.tools.doctor import human_bytes
 from kvstore.tools.inspection.finding import Answers, absent, is_error
+from kvstore.tools.terminal import tenant_refusals, tenant_share
 
 _NODE_DIGITS = _NAME_DIGITS = 12
 _MOST_OWNER_CHARS = 28
@@ -36,6 +37,9 @@ def age(seconds: float | None) -> str:
 
 def _show(console: Console | None, title: str, columns: tuple[str, ...], rows: list[Row]) -> None:
     console = console or Console(highlight=False)
+    if not rows:
+        console.print(f"{title}: none", soft_wrap=True)
+        return
     table = Table(title=title, title_justify="left")
     for column in columns:
         name, _, right = column.partition(">")
@@ -45,6 +49,14 @@ def _show(console: Console | None, title: str, columns: tuple[str, ...], rows: l
     if not console.is_terminal:  # A file or a pipe gets whole lines.
         console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print(table)
+
+
+def _without_empty(title: str, columns: tuple[str, ...], rows: list[Row]) -> tuple[tuple[str, ...], list[Row]]:
+    """Leave out the column of a title in which no row says anything."""
+    at = columns.index(title)
+    if any(row[at].strip("-") for row in rows):
+        return columns, rows
+    return columns[:at] + columns[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
 
 
 def _answered(nodes: Answers) -> Iterator[tuple[str, Any]]:
@@ -97,8 +109,8 @@ def _ago(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{age(seconds)} ago"
 
 
-def show_chain(chain: BlockHashes, nodes: Answers, console: Console | None = None) -> None:
-    """Show which node has which run of a chain."""
+def show_chain(chain: BlockHashes, nodes: Answers, console: Console | None = None, *, by_tokens: bool = False) -> None:
+    """Show which node has which run of a chain; where nothing is found `by_tokens`, also what may be wrong."""
     columns = ("blocks>", "node", "tier", "state", "readers>", "hard>", "soft>", "priority", "last use>")
     found = [(run["start"], node, run) for node, each in _answered(nodes) for run in each["runs"]]
     rows: list[Row] = [
@@ -116,6 +128,11 @@ def show_chain(chain: BlockHashes, nodes: Answers, console: Console | None = Non
     if missing := absent(nodes, chain):
         text = ", ".join(_numbers(*run) for run in missing[:10]) + (", ..." if len(missing) > 10 else "")
         (console or Console(highlight=False)).print(f"on no node that answered, or not shown: blocks {text}")
+    if by_tokens and not rows:
+        (console or Console(highlight=False, soft_wrap=True)).print(
+            "The hashes are right only with the --block-size of the namespace, and for requests without adapters and "
+            "media: with another one no block can be found."
+        )
 
 
 def _numbers(start: int, end: int) -> str:
@@ -130,6 +147,7 @@ def show_leases(name: str, nodes: Answers, console: Console | None = None) -> No
         "kind",
         "owner",
         "process",
+        "tenant",
         "namespace",
         "blocks>",
         "bytes>",
@@ -143,8 +161,9 @@ def show_leases(name: str, nodes: Answers, console: Console | None = None) -> No
             rows.append(
                 (
                     str(lease["id"]), node, lease["kind"], escape(lease["owner"][:_MOST_OWNER_CHARS]), _place(lease),
-                    _short(lease["namespace"]), f"{lease['num_blocks']:,}", human_bytes(lease["num_bytes"]),
-                    age(lease["age_s"]), age(lease["left_s"]), ", ".join(lease["ends_with"]),
+                    lease["tenant"] or "-", _short(lease["namespace"]), f"{lease['num_blocks']:,}",
+                    human_bytes(lease["num_bytes"]), age(lease["age_s"]), age(lease["left_s"]),
+                    ", ".join(lease["ends_with"]),
                 )
             )  # fmt: skip
         for run in each.get("runs", ()):
@@ -153,7 +172,7 @@ def show_leases(name: str, nodes: Answers, console: Console | None = None) -> No
             runs.append(
                 (node, _short(run["namespace"]), blocks if is_here else f"{run['num_blocks']:,} gone", run["priority"])
             )
-    _show(console, f"leases and pins of store {escape(name)}", columns, rows)
+    _show(console, f"leases and pins of store {escape(name)}", *_without_empty("tenant", columns, rows))
     _say_more(console, len(rows), sum(each["num_all"] for _, each in _answered(nodes)), "leases and pins")
     if runs:
         _show(console, "what it holds", ("node", "namespace", "blocks>", "priority"), runs)
@@ -170,7 +189,7 @@ def _short(digest: str | None) -> str:
 
 def show_handoffs(name: str, nodes: Answers, console: Console | None = None) -> None:
     """Show tickets, fetches from other nodes, and readers that came before the blocks."""
-    columns = ("ticket", "node", "what", "owner", "process", "where", *_SIZES, "waits for")
+    columns = ("ticket", "node", "what", "owner", "process", "tenant", "where", *_SIZES, "waits for")
     rows = list[Row]()
     for node, each in _answered(nodes):
         for ticket in each["tickets"]:
@@ -183,13 +202,28 @@ def show_handoffs(name: str, nodes: Answers, console: Console | None = None) -> 
             rows.append(_handoff_row(fetch, node, "fetched", source, fetch["waits_for"]))
         for early in each["early"]:
             readers = f"its publisher; {early['num_readers']} reader(s) wait"
-            rows.append((early["ticket"], node, "early", *"-------", readers))
-    _show(console, f"hand-offs of store {escape(name)}", columns, rows)
+            rows.append((early["ticket"], node, "early", *"--------", readers))
+    _show(console, f"hand-offs of store {escape(name)}", *_without_empty("tenant", columns, rows))
     num_all = sum(each[f"num_{what}"] for _, each in _answered(nodes) for what in ("tickets", "fetches", "early"))
     _say_more(console, len(rows), num_all, "hand-offs")
+
+
+def show_tenants(name: str, nodes: Answers, console: Console | None = None) -> None:
+    """Show what tenants have of their quotas, and what these refused."""
+    columns = ("tenant", "node", "memory>", "pinned>", "disk>", "hand-offs>", "evicted>", "by quota>", "refused")
+    rows: list[Row] = [
+        (
+            tenant, node, *(tenant_share(has, what) for what in ("bytes", "pinned_bytes", "disk_bytes", "handoffs")),
+            f"{has['num_evicted']:,}", f"{has['num_evicted_by_quota']:,}", tenant_refusals(has) or "-",
+        )
+        for node, each in _answered(nodes)
+        for tenant, has in each["tenants"].items()
+    ]  # fmt: skip
+    _show(console, f"tenants of store {escape(name)}", columns, sorted(rows))
 
 
 def _handoff_row(row: dict[str, Any], node: str, what: str, where: str, waits_for: str) -> Row:
     owner = escape(row["owner"][:_MOST_OWNER_CHARS])
     sizes = f"{row['num_blocks']:,}", human_bytes(row["num_bytes"]), age(row["age_s"]), age(row["left_s"])
-    return row["ticket"], node, what, owner, _place(row), escape(where), *sizes, escape(waits_for)
+    tenant = row["tenant"] or "-"
+    return row["ticket"], node, what, owner, _place(row), tenant, escape(where), *sizes, escape(waits_for)

@@ -41,6 +41,17 @@ def test_another_choice_takes_the_place_of_the_first():
     assert (coming.prefix(CHAIN, "a"), coming.prefix(CHAIN, "b"), len(coming)) == (0, 3, 1)
 
 
+def test_the_end_at_another_replica_ends_no_way():
+    coming = ComingPrompts()
+    coming.begin("r", "b", CHAIN, 48, 0.0)
+
+    coming.end_at("r", "a")
+    assert coming.prefix(CHAIN, "b") == 3
+
+    coming.end_at("r", "b")
+    assert len(coming) == 0
+
+
 def test_a_request_that_was_given_up_counts_for_a_bounded_time():
     coming = ComingPrompts(ttl_s=5.0)
     coming.begin("r", "a", CHAIN, 48, 0.0)

@@ -197,15 +197,15 @@ def test_what_the_first_client_saves_while_a_clearing_begins_is_cleared_also_on_
 ):
     core = cluster.add("b", disk_path=str(tmp_path), disk_capacity_bytes=1 << 20)
     service, hashes, saved = core.state.pool_service, cluster.hashes(3), []
-    versions, first = service.versions, service.current
+    first = service.current
+    begin_clear = first.begin_clear
 
     def attach_and_save(*args):
-        # In the middle of the clearing of the pool that the node had until now.
+        # After the clearing has chosen the pool that the node had until now.
         saved.append(cluster.worker("b").save(hashes, range(3)).num_written)
-        return advance(*args)
+        return begin_clear(*args)
 
-    advance = versions.advance
-    monkeypatch.setattr(versions, "advance", attach_and_save)
+    monkeypatch.setattr(first, "begin_clear", attach_and_save)
     assert service.clear(cluster.space.digest) == 3
     assert (saved, service.current is first) == ([3], False)
     assert cluster.worker("b").client.lookup(hashes).num_blocks == 0

@@ -64,7 +64,9 @@ def test_a_save_beyond_the_quota_stores_less_and_the_counters_say_why(cluster, a
     saved = mine.save(cluster.hashes(12), range(12))
     assert (saved.num_written, saved.num_refused) == (8, 4)
     assert core.stats()["tenants"]["a"]["num_refused_bytes"] == 4
-    assert mine.client.stats()["tenants"]["a"]["num_bytes"] == 8 * core.stats()["slot_bytes"]
+    said = mine.client.stats()["tenants"]["a"]
+    assert said["num_bytes"] == said["max_bytes"] == 8 * core.stats()["slot_bytes"]
+    assert (said["max_handoffs"], said["max_disk_bytes"]) == (2, None)
 
 
 def test_pins_and_loads_of_a_tenant_are_within_its_quota_of_pins(cluster, add):

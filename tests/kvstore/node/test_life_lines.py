@@ -68,6 +68,7 @@ def test_a_life_is_told_event_by_event(cluster, events, wait_until, tmp_path, re
         process.kill()
         gone = wait_until(lambda: heard("worker_gone"))
     assert (gone["worker_pid"], gone["num_leases_and_writes"], gone["num_handoffs"]) == (process.pid, 1, 0)
+    assert (gone["how"], "tenant" in gone) == ("died", False)
 
     core.state.pool_service.clear(cluster.space.digest)
     cleared = heard("namespace_cleared")
@@ -132,3 +133,19 @@ def test_many_strangers_write_few_lines(cluster, events, wait_until):
             stranger.sendall(bytes(100))
     wait_until(lambda: core.control.server.strangers.num_cut == 50)
     assert 1 <= len(events()) <= 2
+
+
+def test_a_worker_that_closes_with_pins_open_is_told_from_one_that_died(cluster, events, wait_until):
+    told = []
+
+    def gone():
+        told.extend(events())
+        return next((each for each in told if each["event"] == "worker_gone"), None)
+
+    cluster.add("a", tenants={"batch": {}})
+    worker, hashes = cluster.worker("a", tenant="batch"), cluster.space.block_hashes(range(8))
+    worker.save(hashes, [0, 1])
+    worker.client.pin(hashes)
+    worker.client.close()
+    said = wait_until(gone)
+    assert (said["how"], said["tenant"], said["num_leases_and_writes"]) == ("closed", "batch", 1)

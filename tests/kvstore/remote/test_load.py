@@ -1,10 +1,13 @@
 """One load that needs peers: what it pins, and how many there may be."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.limits import TenantLimits
+from kvstore.pool.tenants.table import TenantTable
 from kvstore.remote import fetch
 from kvstore.remote.load import Load
 from poolcheck.chains import LATER_S, chain_of, store
@@ -129,3 +132,25 @@ def test_loads_have_so_many_bytes_of_chains_together(monkeypatch, begun, is_let_
         load.on_end()
     assert begin(8) in submitted
     made.stop()
+
+
+@pytest.mark.parametrize(
+    ("tenant", "most", "wanted"),
+    [
+        ("a", 8, "quota of tenant 'a'.*raise its max_pinned_bytes"),
+        ("a", 1, "budget of pins.*raise max_pinned_fraction"),
+        ("", 2, "budget of pins.*raise max_pinned_fraction"),
+    ],
+)
+def test_why_blocks_found_no_room_names_the_bound_and_the_remedy(tenant, most, wanted):
+    pool = Pool(8, max_pinned=most, tenants=TenantTable(8, {"a": TenantLimits(max_pinned=2)}))
+    store(pool, "abc")
+    chain = chain_of("abc")
+    grant = pool.pin_prefix(chain, "r", LATER_S, tenant=tenant)
+    load = Load(
+        chain=chain, block_bytes=1024, owner="r", lease_id=grant.lease_id, ttl_s=30.0, deadline_s=LATER_S, pool=pool,
+        version_now=lambda: 0, version=0, send=lambda piece: None, tenant=tenant,
+    )  # fmt: skip
+    assert load.why_unpinned() == ""
+    load.num_unpinned = grant.num_refused
+    assert re.search(rf"^pool_full: the {wanted}", load.why_unpinned())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from click.testing import CliRunner
 
@@ -13,12 +14,17 @@ WARM = {"is_warm": True, "num_blocks": 7, "num_held_slots": 2, "why_cold": ""}
 COLD = {"is_warm": False, "num_blocks": 0, "num_held_slots": 0, "why_cold": "the old store gave nothing"}
 
 
+BEFORE = kvstore.StoreConfig(tenants={"chat": {}, "batch": {"max_bytes": 1 << 20, "max_handoffs": 4}})
+
+
 class Store:
     def __init__(self, calls):
-        self.calls = calls
+        self.calls, self.config = calls, BEFORE
 
     def restart(self, node_ids, **options):
         self.calls.append((node_ids, options))
+        changes = {name: value for name, value in options.items() if name not in ("cold", "wait_s")}
+        self.config = replace(BEFORE, **changes)
         return {"a": WARM, "b": COLD}
 
 
@@ -49,6 +55,21 @@ def test_an_error_names_settings_as_set_takes_them():
     assert done.stderr.endswith("ConfigError: capacity_bytes: wanted at least 64 KiB, got 1024\n")
 
 
+def test_it_says_which_settings_changed_and_which_tenants_came_left_or_changed():
+    tenants = '{"batch": {"max_bytes": 524288}, "new": {}}'
+    _, shown = run("--set", "lease_ttl_s=60", "--set", f"tenants={tenants}")
+    assert shown.splitlines()[-6:-2] == [
+        f"lease_ttl_s: {BEFORE.lease_ttl_s!r} before, 60.0 now",
+        "tenant batch: max_bytes=1048576,max_handoffs=4 before, max_bytes=524288 now",
+        "tenant chat: removed",
+        "tenant new: new, no quotas",
+    ]
+    _, shown = run()
+    assert not any(word in shown for word in ("before", "removed", "new")), "nothing changed"
+
+
 class Refusing:
+    config = BEFORE
+
     def restart(self, *_, capacity_bytes, **__):
         kvstore.StoreConfig(capacity_bytes=capacity_bytes)

@@ -32,19 +32,25 @@ def test_each_shard_has_a_line(capsys, shards, lines):
     assert [line for line in lines if line not in shown] == [], shown
 
 
-def test_each_tenant_of_a_node_has_a_line_and_refusals_only_where_there_are_some(capsys):
+def test_each_tenant_of_a_node_has_a_line_with_its_quotas_and_refusals_only_where_there_are_some(capsys):
     idle = dict.fromkeys(
-        ("num_bytes", "num_pinned_bytes", "num_handoffs", "num_evicted", "num_refused_bytes", "num_refused_pins",
-         "num_refused_handoffs", "num_refused_disk"), 0,
+        ("num_bytes", "num_pinned_bytes", "num_disk_bytes", "num_handoffs", "num_evicted", "num_evicted_by_quota",
+         "num_refused_bytes", "num_refused_pins", "num_refused_handoffs", "num_refused_disk"), 0,
     )  # fmt: skip
+    idle |= dict.fromkeys(("max_bytes", "max_pinned_bytes", "max_disk_bytes", "max_handoffs"))
+    busy = {
+        "num_bytes": 992 << 10, "max_bytes": 1 << 20, "max_pinned_bytes": 4096, "num_disk_bytes": 5 << 20,
+        "num_evicted": 578, "num_evicted_by_quota": 570, "num_refused_bytes": 1234, "num_refused_handoffs": 3,
+        "num_handoffs": 2, "max_handoffs": 2,
+    }  # fmt: skip
     node = {
         "host": "h", "epoch": "e", "draining": False, "pid": 1, "mover_pid": 2, "pool": None, "nixl": None,
-        "capacity_bytes": 1 << 30,
-        "tenants": {"a": idle | {"num_bytes": 3 << 20, "num_refused_bytes": 1234}, "b": idle},
+        "capacity_bytes": 1 << 30, "tenants": {"a": idle | busy, "b": idle},
     }  # fmt: skip
     show_status({"name": "s", "nodes": {"n": node}, "without_store": [], "problems": {}, "starting": {}}, 1 << 30)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "hand-offs" in line]
     assert [line.split(maxsplit=1)[1] for line in lines] == [
-        "a: 3 MiB, pinned 0 B, hand-offs 0, evicted 0   refused: bytes 1,234",
-        "b: 0 B, pinned 0 B, hand-offs 0, evicted 0",
+        "a: 992 KiB of 1 MiB, pinned 0 B of 4 KiB, disk 5 MiB, hand-offs 2 of 2, evicted 578 (570 by quota)   "
+        "refused: bytes 1,234, hand-offs 3",
+        "b: 0 B, pinned 0 B, hand-offs 0, evicted 0 (0 by quota)",
     ]

@@ -52,6 +52,7 @@ def test_shares_and_rates_are_those_of_the_interval(later):
             "out_gb_per_s": {"load": 0.0, "peer": 0.0, "disk": 0.5, "handoff": 0.0},
             "pins": {"lease": 3, "hard": 1, "soft": 0}, "oldest_pin_s": 60.0,
             "queues": {"loads": 4, "threads": 5, "disk": 6}, "num_handoffs": 2, "evicted_per_s": 10.0,
+            "tenants": {},
         }
     ]  # fmt: skip
 
@@ -91,6 +92,25 @@ def test_the_table_has_what_the_rows_have(later):
     for part in ("store s", "75%, 10%", "0% 100% 0%", "1.00 0.00 0.00 0.00", "3/1/0, 60 s", "4 5 6", "[no] answer"):
         assert part in text
     assert "none yet" in shown(rows_of(stats(a=NODE), stats(a={**NODE, "pool": None, "draining": True})))
+
+
+def test_tenants_have_a_table_with_their_quotas_and_what_went_because_of_them(later):
+    tenant = {
+        "num_bytes": 992 << 10, "max_bytes": 1 << 20, "num_pinned_bytes": 4096, "max_pinned_bytes": None,
+        "num_handoffs": 1, "max_handoffs": 2, "num_evicted": 10, "num_evicted_by_quota": 4,
+    }  # fmt: skip
+    now = tenant | {"num_evicted": 90, "num_evicted_by_quota": 64}
+    rows = rows_of(stats(n={**NODE, "tenants": {"batch": tenant}}), stats(n={**later, "tenants": {"batch": now}}))
+    assert rows[0]["tenants"] == {"batch": {**now, "evicted_per_s": 40.0, "by_quota_per_s": 30.0}}
+    for width in (80, 160):
+        lines = shown([*rows, {"node": "x", "error": "no answer"}], width).splitlines()
+        (line,) = (line for line in lines if "batch" in line)
+        assert [cell.strip() for cell in line.strip("│").split("│")] == [
+            "n", "batch", "992 KiB of 1 MiB", "4 KiB", "1 of 2", "40", "30",
+        ]  # fmt: skip
+    (row,) = rows_of(stats(), stats(n={**NODE, "tenants": {"batch": tenant}}))
+    assert row["tenants"]["batch"]["evicted_per_s"] is None, "the store has just begun"
+    assert "batch" in shown([row])
 
 
 def test_a_narrow_terminal_has_all_of_it_on_more_lines(later):

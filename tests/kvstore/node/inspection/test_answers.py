@@ -135,6 +135,17 @@ def test_a_fetch_from_another_node_says_where_it_waits(cluster, wait_until):
     assert there["waits_for"].startswith("its reader store-")
 
 
+def test_leases_and_hand_offs_have_the_tenants_whose_quotas_they_count_in(cluster):
+    core = cluster.add("a", mover=False, tenants={"batch": {}})
+    mine, shared, hashes = cluster.worker("a", tenant="batch"), cluster.worker("a"), cluster.hashes(4)
+    mine.save(hashes, range(4))
+    with mine.client.lease(hashes), shared.client.lease(hashes):
+        assert sorted(each["tenant"] for each in ask(core, "leases")["leases"]) == ["", "batch"]
+    mine.client.publish([1, 2])
+    (ticket,) = ask(core, "handoffs")["tickets"]
+    assert ticket["tenant"] == "batch"
+
+
 def test_the_name_of_a_peer_does_not_show_the_key_by_which_its_leases_end():
     owner = owner_of(bytes(range(16)))
     assert shown_owner(owner).startswith("store-")

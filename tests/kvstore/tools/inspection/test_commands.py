@@ -49,17 +49,19 @@ def run_of(start, num_blocks, tier="memory", **more):
 
 
 LEASE = {
-    "id": 77, "kind": "lease", "owner": "client-[ab]", "pid": 4321, "host": "", "namespace": SPACE.digest.hex(),
-    "num_blocks": 3, "num_bytes": 3 << 20, "age_s": 4.5, "left_s": None, "ends_with": ["release", "end of its process"],
+    "id": 77, "kind": "lease", "owner": "client-[ab]", "pid": 4321, "host": "", "tenant": "batch",
+    "namespace": SPACE.digest.hex(), "num_blocks": 3, "num_bytes": 3 << 20, "age_s": 4.5, "left_s": None,
+    "ends_with": ["release", "end of its process"],
 }  # fmt: skip
 TICKET = {
-    "ticket": "aabbccddeeff", "owner": "client-1", "pid": 5, "namespace": SPACE.digest.hex(), "num_blocks": 9,
-    "num_bytes": 9216, "place": "gpu", "age_s": 700.0, "left_s": 30.0, "waits_for": "a fetch", "void": "",
+    "ticket": "aabbccddeeff", "owner": "client-1", "pid": 5, "tenant": "chat",
+    "namespace": SPACE.digest.hex(), "num_blocks": 9, "num_bytes": 9216,
+    "place": "gpu", "age_s": 700.0, "left_s": 30.0, "waits_for": "a fetch", "void": "",
     "num_readers": 2,
 }  # fmt: skip
 FETCH = {
-    "owner": "client-2", "pid": 6, "ticket": "001122334455", "from_node": "b" * 20, "num_blocks": 4, "num_bytes": 4096,
-    "age_s": 1.0, "left_s": 2.0, "waits_for": "its READ",
+    "owner": "client-2", "pid": 6, "tenant": "", "ticket": "001122334455", "from_node": "b" * 20, "num_blocks": 4,
+    "num_bytes": 4096, "age_s": 1.0, "left_s": 2.0, "waits_for": "its READ",
 }  # fmt: skip
 
 
@@ -155,6 +157,60 @@ def test_a_chain_by_one_hash_is_followed_to_its_root_and_later_hashes_come_after
     assert store.asked[1][2]["chain"] == CHAIN
 
 
+OTHER = SPACE.block_hashes(range(8))
+
+
+@pytest.mark.parametrize(
+    ("hashes", "answers"),
+    [
+        ((CHAIN[0], CHAIN[0]), {"a": CHAIN[:1]}),
+        ((CHAIN[1], CHAIN[0]), {"a": CHAIN[:1], "b": CHAIN[:2]}),
+        ((OTHER[0], CHAIN[1]), {"a": CHAIN[:2]}),
+        ((CHAIN[1], OTHER[0]), {"a": OTHER[:1]}),
+        ((CHAIN[1], OTHER[0]), {"a": OTHER[:1], "b": CHAIN[:2]}),
+        ((CHAIN[1], CHAIN[2], CHAIN[1]), {"a": CHAIN[:2]}),
+    ],
+)
+def test_hashes_that_are_not_of_one_chain_in_its_order_are_refused(hashes, answers):
+    store = Store(path=answers)
+    words = [word for each in hashes for word in ("--hash", each.hex())]
+    assert store.run("chain", *words, wants=2).stderr.startswith("InvalidRequest: --hash: wanted blocks of one chain")
+    assert [what for what, *_ in store.asked] == ["path"]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_hashes_of_one_chain_are_taken_with_gaps_between_them_and_without_its_root(start):
+    found = {"a": CHAIN[start:3], "b": CHAIN[start:2]}
+    runs = {node: {"runs": [run_of(start, len(run))], "num_all": 1} for node, run in found.items()}
+    store = Store(path=found, chain=runs)
+    store.run("chain", *(word for at in (0, 2, 3) for word in ("--hash", CHAIN[at].hex())))
+    assert store.asked[1][2]["chain"].data == CHAIN[start:].data
+
+
+def test_tokens_of_which_nothing_is_found_have_a_word_on_the_block_size(tmp_path):
+    (tmp_path / "prompt").write_text(json.dumps(TOKENS))
+    words = ("chain", "--tokens", str(tmp_path / "prompt"), "--namespace", SPACE.digest.hex()[:8], "--block-size", "3")
+    nowhere, here = ({"a": {"runs": runs, "num_all": len(runs)}} for runs in ([], [run_of(0, 1)]))
+    space = {"a": spaces(SPACE.digest)}
+    assert "only with the --block-size of the namespace" in Store(namespaces=space, chain=nowhere).run(*words).stdout
+    assert "--block-size" not in Store(namespaces=space, chain=here).run(*words).stdout
+
+
+@pytest.mark.parametrize(
+    ("what", "answer"),
+    [
+        ("namespace", spaces()),
+        ("lease", {"leases": [], "num_all": 0}),
+        ("handoff", {each: [] for each in ("tickets", "fetches", "early")}
+            | dict.fromkeys(("num_tickets", "num_fetches", "num_early"), 0)),
+    ],
+)  # fmt: skip
+def test_a_table_without_a_line_says_none(what, answer):
+    key = {"namespace": "namespaces", "lease": "leases", "handoff": "handoffs"}[what]
+    done = Store(**{key: {"a": answer}}).run(what)
+    assert done.stdout.splitlines()[0].endswith(": none")
+
+
 def test_a_hash_that_no_node_has_is_said_to_be_unknown():
     done = Store(path={"a": BlockHashes(SPACE.digest, SPACE.digest, 0, b""), "b": SILENT}).run(
         "chain", "--hash", CHAIN[0].hex(), wants=2
@@ -226,6 +282,13 @@ def test_a_lease_that_has_ended_is_said_to_have():
     assert done.stderr.startswith("InvalidRequest: ID: wanted ")
 
 
+@pytest.mark.parametrize("text", ["abc", "0", "1.5", "18446744073709551616", "9" * 5000, "\u0663"])
+def test_what_is_no_id_of_a_lease_is_refused_before_a_node_is_asked(text):
+    store = Store(leases={})
+    assert store.run("lease", text, wants=2).stderr.startswith("InvalidRequest: ID: wanted an id from `kvstore inspect")
+    assert store.asked == []
+
+
 def test_hand_offs_are_shown_with_what_they_wait_for():
     early = [{"ticket": "ffee00112233", "num_readers": 1}]
     answer = {
@@ -238,6 +301,62 @@ def test_hand_offs_are_shown_with_what_they_wait_for():
     for part in ("its READ", "ffee00112233", "its publisher; 1 reader(s) wait", "2 more hand-offs"):
         assert part in done.stdout
     assert json.loads(Store(handoffs={"a": answer}).run("handoff", "--json").stdout)["nodes"]["a"] == answer
+
+
+@pytest.mark.parametrize(
+    ("what", "key", "answer", "tenant"),
+    [
+        ("lease", "leases", lambda tenant: {"leases": [{**LEASE, "tenant": tenant}], "num_all": 1}, "batch"),
+        (
+            "handoff",
+            "handoffs",
+            lambda tenant: {
+                "tickets": [{**TICKET, "tenant": tenant}], "num_tickets": 1, "fetches": [FETCH], "num_fetches": 1,
+                "early": [{"ticket": "ffee00112233", "num_readers": 1}], "num_early": 1,
+            },
+            "chat",
+        ),
+    ],
+)  # fmt: skip
+def test_tenants_have_a_column_where_there_are_some(what, key, answer, tenant):
+    with_one, without = (Store(**{key: {"a": answer(name)}}).run(what).stdout for name in (tenant, ""))
+    assert tenant in with_one
+    assert ("tenant" in with_one, "tenant" in without) == (True, False)
+    assert all(len(set(map(len, text.splitlines()[1:]))) == 1 for text in (with_one, without)), "whole rows"
+
+
+BATCH = {
+    "num_bytes": 992 << 10, "max_bytes": 1 << 20, "num_pinned_bytes": 0, "max_pinned_bytes": None, "num_disk_bytes": 0,
+    "max_disk_bytes": None, "num_handoffs": 1, "max_handoffs": 4, "num_evicted": 578, "num_evicted_by_quota": 570,
+    "num_refused_bytes": 12, "num_refused_pins": 0, "num_refused_handoffs": 3, "num_refused_disk": 0,
+}  # fmt: skip
+
+
+class StoreOfTenants(Store):
+    def __init__(self):
+        chat = BATCH | {"num_evicted": 4}
+        super().__init__(stats={"a": {"tenants": {"batch": BATCH, "chat": chat}, "pool": None}, "b": SILENT, "c": None})
+        self.config = SimpleNamespace(name="s", tenants=[SimpleNamespace(name="batch"), SimpleNamespace(name="chat")])
+
+    def stats(self):
+        return {"nodes": {node: each for node, each in self.answers["stats"].items() if each}}
+
+
+def test_tenants_are_shown_with_their_quotas_and_silent_nodes_are_named():
+    done = StoreOfTenants().run("tenant", wants=1)
+    (line,) = (line for line in done.stdout.splitlines() if "batch" in line)
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        "batch", "a", "992 KiB of 1 MiB", "0 B", "0 B", "1 of 4", "578", "570", "bytes 12, hand-offs 3",
+    ]  # fmt: skip
+    assert "node b: no answer in time" in done.stdout
+    assert "node c: this node has no store" in done.stdout
+
+
+def test_one_tenant_is_shown_alone_and_an_unknown_one_is_refused():
+    said = json.loads(StoreOfTenants().run("tenant", "batch", "--json", wants=1).stdout)
+    assert said["nodes"]["a"] == {"tenants": {"batch": BATCH}}
+    refused = StoreOfTenants().run("tenant", "other", wants=2).stderr
+    assert refused.startswith("InvalidRequest: TENANT: wanted a tenant of this store, got 'other'; it has batch, chat")
 
 
 @pytest.mark.parametrize(
