@@ -31,7 +31,7 @@ test: setup  ## the tests, in three processes; ARGS="-k pool -x" is passed to py
 	@$(BIN)/python -m pytest -q tests -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-network: setup  ## clusters in network namespaces: cut, slow and lossy links, frozen machines, jobs; needs root and iproute2, takes minutes
-	@$(BIN)/python -m pytest -q tests/network tests/network/long_*.py $(ARGS)
+	@$(BIN)/python -m pytest -q tests/network/test_*.py tests/network/long_*.py $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray
 	@PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),python3) -m pytest -q \

@@ -50,3 +50,10 @@ def test_no_test_module_is_imported():
         if name.startswith(("tests.", "test_")) and name.rpartition(".")[2].startswith("test_")
     ]
     assert wrong == []
+
+
+def test_no_target_names_a_folder_of_tests_and_files_in_it():
+    """Then pytest collects what it finds in the folder by itself, and not those files."""
+    for line in (TESTS.parent / "Makefile").read_text(encoding="utf-8").splitlines():
+        named = [word for word in line.split() if word.startswith("tests/")]
+        assert not [(one, other) for one in named for other in named if other.startswith(f"{one}/")], line
