@@ -243,6 +243,9 @@ class _Soak:
                 break
             self._suffer(choice)
             if choice.alone:
+                # A store killed just before may be another by now: where it is, its clients learn from this, and its
+                # disk begins with the first of them.
+                self._target.wait_serving(RECOVERY_S["store"])
                 self._target.wait_disks_on(RECOVERY_S["disk"])
                 self._check_pools()
                 self._target.save_weights()
