@@ -82,6 +82,7 @@ class Supervisor:
         self._running: dict[str, Future[None]] = {}
         if watch:
             threading.Thread(target=self._watch, name="raykv-supervisor", daemon=True).start()
+        log_life("supervisor_started", store=self._config.name, version=own_version(), settings=self._config.chosen())
 
     @ray.method(concurrency_group=ASKED)
     def config(self) -> dict[str, Any]:

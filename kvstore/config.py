@@ -299,6 +299,11 @@ class StoreConfig:
         both = {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
         return ", ".join(f"{key}: wanted {one!r}, runs with {other!r}" for key, (one, other) in both.items())
 
+    def chosen(self) -> str:
+        """Return the settings that are not those of `StoreConfig()`, as "name=value name=value", for a log."""
+        mine, plain = asdict(self), asdict(StoreConfig())
+        return " ".join(f"{key}={value!r}" for key, value in mine.items() if key != "name" and value != plain[key])
+
 
 def socket_dir() -> Path:
     """Return this user's private folder for control sockets, made on first use.

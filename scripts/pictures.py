@@ -2,7 +2,8 @@
 
     .venv/bin/python scripts/pictures.py [--seconds 40]
 
-The load is small, and made up: conversations that grow, on either node, with some hand-offs, pins and priorities.
+The load is small, and made up: conversations that grow, on either node, with some hand-offs, pins and priorities. On
+one node the tenant "batch", which has a quota of memory, saves prompts that never come again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from rich.console import Console
 import kvstore
 from kvstore.actors.bench.cluster import private_nodes
 from kvstore.errors import KVStoreError
-from kvstore.tools.inspection.tables import show_chain, show_handoffs, show_leases, show_namespaces
+from kvstore.tools.inspection.tables import show_chain, show_handoffs, show_leases, show_namespaces, show_tenants
 from kvstore.tools.top import rows_of, table_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs/pictures"
 #: 128 KiB a block: a memory of 32 MiB has room for 256, so blocks are evicted, and read from disk and peers.
 SHAPE = kvstore.KVShape(num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_size=16)
 NUM_ENGINE_BLOCKS, LONGEST = 64, 48
+TENANTS = {"batch": {"max_bytes": "8MiB"}, "chat": {"max_bytes": "30MiB", "max_handoffs": 200}}
 #: Rich's picture without the fonts that it would have a reader fetch from elsewhere.
 FORMAT = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
@@ -74,22 +76,34 @@ def converse(space: kvstore.Namespace, clients: list[kvstore.Client], at: int, e
             lengths.pop(conversation)
 
 
+def scan(space: kvstore.Namespace, client: kvstore.Client, ends: threading.Event) -> None:
+    """Save a prompt of 24 blocks that nobody asks for again, about four times a second."""
+    number = 1_000_000
+    while not ends.wait(0.25):
+        number += 1
+        tokens = np.random.default_rng(number).integers(0, 30_000, 24 * SHAPE.block_size)
+        with contextlib.suppress(KVStoreError):
+            client.save(space.block_hashes(tokens), list(range(24))).result(20)
+
+
 @contextlib.contextmanager
 def demo() -> Iterator[Demo]:
     """Run a store on two Ray nodes of its own, and the load on both."""
     with contextlib.ExitStack() as undo:
         nodes = undo.enter_context(private_nodes(2))
         disk = undo.enter_context(tempfile.TemporaryDirectory(prefix="raykv-demo-", dir="/var/tmp"))
-        more = {"disk_path": disk, "disk_capacity": "96MiB", "lease_ttl_s": 20.0}
+        more = {"disk_path": disk, "disk_capacity": "96MiB", "lease_ttl_s": 20.0, "tenants": TENANTS}
         store = undo.enter_context(contextlib.closing(kvstore.start("32MiB", name="demo", **more)))
         undo.callback(store.destroy)
         space = kvstore.Namespace(model="demo", shape=SHAPE)
-        clients = [undo.enter_context(store.client(space, node_id=node)) for node in nodes]
-        for client in clients:
+        clients = [undo.enter_context(store.client(space, node_id=node, tenant="chat")) for node in nodes]
+        scanner = undo.enter_context(store.client(space, node_id=nodes[0], tenant="batch"))
+        for client in (*clients, scanner):
             size = (2, NUM_ENGINE_BLOCKS, SHAPE.block_size, SHAPE.num_kv_heads, SHAPE.head_dim)
             client.register_kv_caches([torch.zeros(size, dtype=torch.bfloat16) for _ in range(SHAPE.num_layers)])
         ends = threading.Event()
         threads = [threading.Thread(target=converse, args=(space, clients, at, ends)) for at in (0, 1)]
+        threads.append(threading.Thread(target=scan, args=(space, scanner, ends)))
         for thread in threads:
             thread.start()
         try:
@@ -129,6 +143,7 @@ def main() -> None:
             "leases": it.store.inspect("leases", limit=6),
             "handoffs": it.store.inspect("handoffs", limit=6),
         }
+        tenants = it.store.stats()["nodes"]
         it.clients[0].unpin(pinned)
         it.clients[1].unpin(soft)
         for lease in leases:
@@ -150,6 +165,7 @@ def main() -> None:
         "inspect-handoff", "kvstore inspect handoff --limit 6",
         lambda console: show_handoffs("demo", found["handoffs"], console), 170,
     )  # fmt: skip
+    picture("inspect-tenant", "kvstore inspect tenant", lambda console: show_tenants("demo", tenants, console))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,11 @@ def test_the_actors_of_a_store_write_its_life_to_their_logs(
         pids = {node: each["pid"] for node, each in store.stats()["nodes"].items()}
         supervisor = ray.get_actor(f"raykv/{NAME}/supervisor", namespace="raykv")
         pid = ray.get(supervisor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
-        joined = [words(line) for line in lines_of(pid)]
+        began, *joined = lines_of(pid)
+        assert words(began)["event"] == "supervisor_started"
+        assert f'version="raykv {kvstore.__version__} (' in began
+        assert began.endswith('settings="capacity_bytes=8388608 lease_ttl_s=2.0"')
+        joined = [words(line) for line in joined]
         assert [(each["event"], each["store"]) for each in joined] == [("node_joined", NAME)] * 2
         assert {each["node"] for each in joined} == set(node_ids)
 
@@ -56,5 +60,8 @@ def test_the_actors_of_a_store_write_its_life_to_their_logs(
         warm, started = [words(line) for line in lines_of(after)]
         assert (warm["event"], warm["num_blocks"], warm["node"]) == ("warm_restart", "4", node_ids[0])
         assert started["event"] == "store_started"
+        supervisor = ray.get_actor(f"raykv/{NAME}/supervisor", namespace="raykv")
+        pid = ray.get(supervisor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+        assert lines_of(pid)[0].endswith('settings="capacity_bytes=8388608 lease_ttl_s=3.0"')
     finally:
         store.stop()

@@ -191,6 +191,12 @@ def test_json_round_trip():
     assert made.to_json() == StoreConfig.from_json(made.to_json()).to_json()
 
 
+def test_a_log_has_the_settings_that_are_not_the_default():
+    config = StoreConfig(name="n", capacity_bytes=1 << 20, disk_path="/some where", disk_capacity_bytes=1 << 30)
+    assert config.chosen() == "capacity_bytes=1048576 disk_path='/some where' disk_capacity_bytes=1073741824"
+    assert StoreConfig(name="n").chosen() == ""
+
+
 def test_unknown_settings_are_refused_by_name():
     with pytest.raises(ConfigError, match="capacity_byte'"):
         StoreConfig.from_json('{"capacity_byte": 1}')
