@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import ray
@@ -13,7 +14,9 @@ from kvstore import __version__
 from kvstore.actors.calls import (
     RAY_NAMESPACE,
     actor_name,
+    answer,
     ask_all,
+    begin,
     call,
     check_not_forked,
     find_actor,
@@ -157,19 +160,6 @@ def locate(config: StoreConfig, chain: BlockHashes, timeout_s: float) -> list[tu
     return merged([call("directory", handle.locate, hashes, timeout_s=timeout_s) for handle in handles])
 
 
-def shard_stats(config: StoreConfig, timeout_s: float) -> list[dict[str, Any]]:
-    """Return the statistics of each shard, in order, or {"error"} of one that does not answer."""
-    found = dict[str, Any]()
-    for number in range(config.num_directory_shards):
-        try:
-            found[f"/{number}"] = find_actor(shard_name(config.name, number), timeout_s)
-        except KVStoreError as error:
-            found[f"/{number}"] = error
-    methods = {key: each.stats for key, each in found.items() if not isinstance(each, KVStoreError)}
-    found |= ask_all(methods, timeout_s=timeout_s)
-    return [{"error": str(each)} if isinstance(each, KVStoreError) else each for each in found.values()]
-
-
 def ask_nodes(handles: dict[str, Any], method: str, *args: Any, timeout_s: float) -> dict[str, Any]:
     """Call a method of the stores of several nodes at once; return each one's answer, or {"error"}, by node id."""
     # None, which fails as the node's error: the store of another version may have no such method.
@@ -179,17 +169,51 @@ def ask_nodes(handles: dict[str, Any], method: str, *args: Any, timeout_s: float
 
 
 def store_stats(config: StoreConfig, handles: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Return what `Store.stats` does, from the stores of these nodes, the supervisor and the directory."""
-    nodes = ask_nodes(handles, "stats", timeout_s=timeout_s)
-    found: dict[str, Any] = {"name": config.name, "nodes": nodes, "problems": {}, "starting": {}}
-    found["directory"] = shard_stats(config, timeout_s)
+    """Return what `Store.stats` does, from the stores of these nodes, the supervisor and the directory.
+
+    All are asked at once, so some that hang cost the time of one.
+    """
+    of_supervisor = _begin_supervisor(config.name)
+    found = dict[str, Any](_shards_or_errors(config, timeout_s))
+    methods = {key: each.stats for key, each in found.items() if not isinstance(each, KVStoreError)}
+    # None, which fails as the node's error: the store of another version may have no such method.
+    methods |= {node: getattr(handle, "stats", None) for node, handle in handles.items()}
+    deadline_s = time.monotonic() + timeout_s
+    found |= ask_all(methods, timeout_s=timeout_s)
+    said = {key: {"error": str(each)} if isinstance(each, KVStoreError) else each for key, each in found.items()}
+    nodes = {node: said[node] for node in handles}
+    stats: dict[str, Any] = {"name": config.name, "nodes": nodes, "problems": {}, "starting": {}}
+    stats["directory"] = [said[f"/{number}"] for number in range(config.num_directory_shards)]
     try:
         # It restarts by itself, and nodes serve without it, so keep their answers if it fails.
-        supervisor = find_actor(actor_name(config.name, "supervisor"))
-        found["problems"] = call("supervisor", supervisor.problems, timeout_s=timeout_s)
-        found["starting"] = call("supervisor", supervisor.unfinished, timeout_s=timeout_s)
+        for name, ref in of_supervisor.items():
+            if isinstance(ref, KVStoreError):
+                raise ref
+            # A second more where the others took all the time: it has had as long as they.
+            stats[name] = answer("supervisor", ref, max(1.0, deadline_s - time.monotonic()))
     except KVStoreError as error:
         if all("error" in each for each in nodes.values()):
             raise  # No node answers, so this is more than a restart of the supervisor.
-        found["problems"] = {**found["problems"], "supervisor": str(error)}
+        stats["problems"] = {**stats["problems"], "supervisor": str(error)}
+    return stats
+
+
+def _begin_supervisor(name: str) -> dict[str, Any]:
+    """Ask a store's supervisor; return the references of its answers, or errors, by their names in `store_stats`."""
+    try:
+        supervisor = find_actor(actor_name(name, "supervisor"))
+        asked = {"problems": supervisor.problems, "starting": supervisor.unfinished}
+        return {key: begin("supervisor", method) for key, method in asked.items()}
+    except KVStoreError as error:
+        return {"problems": error}
+
+
+def _shards_or_errors(config: StoreConfig, timeout_s: float) -> dict[str, Any]:
+    """Return each shard's handle by its key of `ask_all`, or why it cannot be found."""
+    found = dict[str, Any]()
+    for number in range(config.num_directory_shards):
+        try:
+            found[f"/{number}"] = find_actor(shard_name(config.name, number), timeout_s)
+        except KVStoreError as error:
+            found[f"/{number}"] = error
     return found

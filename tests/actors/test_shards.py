@@ -11,7 +11,7 @@ from two_nodes import HEAD, NODE
 import kvstore
 from kvstore.actors import finding
 from kvstore.actors.calls import call, find_actor, what_is
-from kvstore.actors.finding import find_shards, shard_name, shard_stats
+from kvstore.actors.finding import find_shards, shard_name, store_stats
 from kvstore.blocks.chain import BlockHashes
 from kvstore.config import StoreConfig
 from kvstore.errors import PeerLost, StoreNotRunning
@@ -70,9 +70,13 @@ def test_a_chain_is_located_by_the_shard_of_its_root_and_a_run_without_root_by_a
 def test_a_shard_that_is_away_does_not_hide_the_others(two_shards, monkeypatch):
     config, handles = two_shards
     handles[shard_name("s", 1)] = Handle(stats=PeerLost("gone"))
-    monkeypatch.setattr(finding, "ask_all", lambda methods, timeout_s: methods)
-    assert shard_stats(config, 1.0) == [{"error": "no raykv/s/directory"}, {"error": "gone"}]
     assert find_shards(config) == [handles[shard_name("s", 1)]]
+    handles["raykv/s/supervisor"] = Handle(problems={}, unfinished={})
+    monkeypatch.setattr(finding, "ask_all", lambda methods, timeout_s: methods)
+    monkeypatch.setattr(finding, "begin", lambda what, method: method)
+    monkeypatch.setattr(finding, "answer", lambda what, ref, timeout_s: ref)
+    stats = store_stats(config, {}, 1.0)
+    assert stats["directory"] == [{"error": "no raykv/s/directory"}, {"error": "gone"}]
 
 
 def test_counts_of_a_shard_are_metrics_with_its_number():

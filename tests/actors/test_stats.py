@@ -34,13 +34,14 @@ def finder(supervisor):
 
 @pytest.fixture
 def store(monkeypatch):
-    def call(name, answer, timeout_s):
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def answer(what, ref, timeout_s):
+        if isinstance(ref, Exception):
+            raise ref
+        return ref
 
     nodes = {"n1": Actor(stats={"pid": 1}), "n2": Actor(stats=PeerLost("the store of n2 is gone"))}
-    monkeypatch.setattr(finding, "call", call)
+    monkeypatch.setattr(finding, "begin", lambda what, method: method)
+    monkeypatch.setattr(finding, "answer", answer)
     monkeypatch.setattr(finding, "ask_all", lambda answers, timeout_s: answers)
     monkeypatch.setattr(Store, "_handles", lambda _: nodes)
     return Store(StoreConfig(capacity_bytes=1 << 20), RaySession("h:1", "s"))
@@ -64,3 +65,15 @@ def test_what_the_supervisor_says(store, monkeypatch):
     stats = store.stats()
     assert stats["problems"] == {"n3": "no memory"}
     assert stats["starting"] == {"n2": "its store is still being made"}
+
+
+def test_nodes_shards_and_supervisor_are_asked_at_once(store, monkeypatch):
+    asked = list[object]()
+    actors = {
+        "supervisor": Actor(problems="problems", unfinished="unfinished"), "directory": Actor(stats={"num_blocks": 3})
+    }  # fmt: skip
+    monkeypatch.setattr(finding, "find_actor", lambda name, timeout_s=0.0: actors[name.rpartition("/")[2]])
+    monkeypatch.setattr(finding, "begin", lambda what, method: asked.append(method) or {})
+    monkeypatch.setattr(finding, "ask_all", lambda answers, timeout_s: asked.append(set(answers)) or answers)
+    assert store.stats()["directory"] == [{"num_blocks": 3}]
+    assert asked == ["problems", "unfinished", {"n1", "n2", "/0"}]

@@ -246,7 +246,8 @@ class UserProcesses:
         is_named = len(entry.owners) > 0
         for owner in entry.owners:
             theirs, their_until_s = self._of.get(owner, (set[int](), 0.0))
-            until_s, copies = max(until_s, their_until_s), copies | theirs
+            until_s = max(until_s, their_until_s)
+            copies |= theirs
             if owner.startswith(_WORKERS):
                 # A pidfd that is closed (-1) is no proof of an end here: the worker may have connected once more.
                 is_named = is_named and len(theirs) > 0 and -1 not in theirs and owner not in self._nameless

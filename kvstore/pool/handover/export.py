@@ -68,14 +68,19 @@ def _readers(leases: LeaseTable) -> dict[int, _Read]:
 
     A pin gives nobody a right to read, and what other tiers have pinned ends with their process.
     """
-    readers = dict[int, _Read]()
+    until_s, owners = dict[int, float](), dict[int, frozenset[str] | set[str]]()
     for lease in leases.held.values():
         if lease.kind is PinKind.LEASE and not lease.is_lent:
-            own = frozenset((lease.owner,))  # One for all slots of a lease: there may be millions.
+            own, end_s = frozenset((lease.owner,)), lease.deadline_s  # One for all its slots: there may be millions.
             for slot in lease.slots:
-                until_s, owners = readers.get(slot, (-math.inf, own))
-                readers[slot] = max(until_s, lease.deadline_s), owners if own <= owners else owners | own
-    return readers
+                until_s[slot] = max(until_s.get(slot, -math.inf), end_s)
+                known = owners.setdefault(slot, own)
+                # A prefix may have thousands of owners: a set of its own for each further one would be quadratic.
+                if isinstance(known, set):
+                    known.add(lease.owner)
+                elif lease.owner not in known:
+                    owners[slot] = {*known, lease.owner}
+    return {slot: (until_s[slot], frozenset(names)) for slot, names in owners.items()}
 
 
 def _writers(table: SlotTable, writes: WriteTable, readers: dict[int, _Read]) -> tuple[OldWriters, ...]:

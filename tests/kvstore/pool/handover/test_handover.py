@@ -243,11 +243,12 @@ def test_all_readers_of_a_block_are_named_with_the_end_of_the_last_and_pins_are_
     pool = Pool(4)
     store(pool, chain(1, 2))
     first, second = pool.pin_prefix(chain(1, 2), "one", 60.0).slots
-    pool.pin_prefix(chain(1), "two", 50.0)
+    for owner, until_s in (("two", 50.0), ("three", 40.0), ("two", 30.0), ("one", 20.0)):
+        pool.pin_prefix(chain(1), owner, until_s)
     pool.pin(chain(1, 2), "pinner", PinKind.HARD)
     pool.hold([first], SPACE, "disk")
     found = {read.owners: (read.until_s, read.slots.tolist()) for read in pool.freeze().readers}
-    assert found == {("one", "two"): (60.0, [first]), ("one",): (60.0, [second])}
+    assert found == {("one", "three", "two"): (60.0, [first]), ("one",): (60.0, [second])}
 
 
 def test_a_cleared_block_that_is_read_names_its_readers_and_no_writer():
