@@ -219,7 +219,7 @@ def doctor(
 
 @main.group(cls=Group)
 def bench() -> None:
-    """Measure on this machine, with two Ray nodes of its own or its GPU. Compare rows of one run only."""
+    """Measure this machine, with two Ray nodes of its own, or its GPU. Compare rows of one run only."""
 
 
 @bench.command(short_help="GB/s of blocks between two nodes.")

@@ -177,7 +177,10 @@ def _only_ray_here() -> str:
     addresses = [one.address for one in rays_here()]
     _check_one(addresses)
     if not addresses:
-        raise StoreNotRunning("no Ray cluster runs here and none was named; pass address= or set RAY_ADDRESS")
+        raise StoreNotRunning(
+            "no Ray cluster runs here and none was named; start one with `ray start --head`, pass address= or set "
+            "RAY_ADDRESS"
+        )
     return addresses[0]
 
 

@@ -137,7 +137,11 @@ _DOCTOR = (
     click.option(
         "--roundtrip", is_flag=True, help="Take blocks through memory, disk and a restart; compare all bytes."
     ),
-    click.option("--disk-path", default=None, help="Where --roundtrip makes a folder, and removes it."),
+    click.option(
+        "--disk-path",
+        default=None,
+        help="Of --roundtrip: a folder of the disk to test; it makes one in it and removes that. Default: a temporary one.",
+    ),
 )
 
 
