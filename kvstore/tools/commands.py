@@ -140,7 +140,7 @@ _DOCTOR = (
     click.option(
         "--disk-path",
         default=None,
-        help="Of --roundtrip: a folder of the disk to test; it makes one in it and removes that. Default: a temporary one.",
+        help="Of --roundtrip: a folder of the disk to test; it makes its own in it. Default: a temporary one.",
     ),
 )
 

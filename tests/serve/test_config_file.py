@@ -54,3 +54,13 @@ def test_arguments_that_ray_refuses_raise_its_own_error(application, registered)
     del application.args["decode_config"]
     with pytest.raises(ValueError, match="decode_config"):
         build(application)
+
+
+def test_a_key_that_no_router_knows_fails_the_deployment_before_anything_is_registered(application, registered):
+    from kvstore.errors import ConfigError
+
+    for_router = application.args["prefill_config"]["deployment_config"]["request_router_config"]
+    for_router["request_router_kwargs"] = {**for_router["request_router_kwargs"], "hint_ttl": 60}
+    with pytest.raises(ConfigError, match="hint_ttl"):
+        build(application)
+    assert not registered

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvstore.integrations.serve.options import check_routers
+
 if TYPE_CHECKING:
     from ray.serve import Application
 
@@ -16,11 +18,14 @@ def build_pd_openai_app(args: dict[str, Any]) -> Application:
         args: as Ray's own builder takes them: `prefill_config`, `decode_config` and the options of the ingress.
 
     Raises:
+        ConfigError: a `PrefixRouter` has options that it would refuse. Ray Serve makes routers when the first request
+            comes, and tells nobody when that fails. Nothing is registered.
         ValueError: Ray refuses the arguments (pydantic's ValidationError). Only the registration is left, which
             changes nothing for other apps.
     """
     from ray.serve import llm
 
+    check_routers(args)
     _register()
     return llm.build_pd_openai_app(args)
 
@@ -32,10 +37,11 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         args: as Ray's own builder takes them: `llm_configs` and the options of the ingress.
 
     Raises:
-        ValueError: as for `build_pd_openai_app`.
+        ConfigError, ValueError: as for `build_pd_openai_app`.
     """
     from ray.serve import llm
 
+    check_routers(args)
     _register()
     return llm.build_openai_app(args)
 

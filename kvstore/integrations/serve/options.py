@@ -9,6 +9,8 @@ from typing import Any
 from kvstore.errors import ConfigError
 
 _MOST = 1e15
+#: As config files name it.
+_ROUTERS = ("kvstore.integrations.serve.PrefixRouter", "kvstore.integrations.serve:PrefixRouter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +98,28 @@ def _is_number(value: object, least: float) -> bool:
 def _require(fits: bool, name: str, wanted: str, options: RouterOptions) -> None:
     if not fits:
         raise ConfigError(f"request_router_kwargs[{name!r}]: wanted {wanted}, got {getattr(options, name)!r}")
+
+
+def check_routers(args: Mapping[str, Any]) -> None:
+    """Check the options of each `PrefixRouter` in the arguments of a builder of `ray.serve.llm`.
+
+    What is no mapping is left to Ray to check.
+
+    Raises:
+        ConfigError: a router would refuse its options.
+    """
+    configs = args.get("llm_configs", ())
+    for config in (args.get("prefill_config"), args.get("decode_config"), *(configs if _is_list(configs) else ())):
+        router = _at(config, "deployment_config", "request_router_config")
+        if str(_at(router, "request_router_class")) in _ROUTERS:
+            RouterOptions.parse(_at(router, "request_router_kwargs") or {})
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _at(found: Any, *keys: str) -> Any:
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found

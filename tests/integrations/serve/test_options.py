@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.integrations.serve.options import RouterOptions
+from kvstore.integrations.serve.options import RouterOptions, check_routers
 
 
 def test_a_tokenizer_is_enough():
@@ -33,3 +33,37 @@ def test_a_tokenizer_is_enough():
 def test_a_setting_that_cannot_work_is_named(given, named):
     with pytest.raises(ConfigError, match=named):
         RouterOptions.parse(given)
+
+
+ROUTERS = ("kvstore.integrations.serve.PrefixRouter", "kvstore.integrations.serve:PrefixRouter")
+
+
+def config(**router):
+    return {"deployment_config": {"num_replicas": 1, "request_router_config": router}}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("place", ["prefill_config", "decode_config", "llm_configs"])
+def test_options_that_a_router_would_refuse_are_found_in_the_arguments_of_a_builder(router, place):
+    def args(**options):
+        one = config(request_router_class=router, request_router_kwargs=options)
+        return {place: [config(), one] if place == "llm_configs" else one}
+
+    check_routers(args(tokenizer="x"))
+    with pytest.raises(ConfigError, match="hint_ttl"):
+        check_routers(args(tokenizer="x", hint_ttl=60))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        check_routers({place: args()[place]})
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"prefill_config": config(request_router_class="ray.serve.Other", request_router_kwargs={"speed": 1})},
+        {"prefill_config": "a path", "llm_configs": None},
+        {"llm_configs": ["a path", {"deployment_config": None}], "decode_config": {"deployment_config": {}}},
+    ],
+)
+def test_what_has_no_router_of_ours_is_left_to_ray(args):
+    check_routers(args)
