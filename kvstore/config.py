@@ -64,8 +64,8 @@ class StoreConfig:
         block_bytes: smallest size of a slot; slots are larger if the first namespace that attaches has larger
             blocks. 0 takes the block size of that namespace.
         lease_ttl_s: how long the leases of loads and the claims of fetches hold, how long published blocks are kept
-            unless the publisher names a time, and how long a rank's save waits for the other ranks. A lease of
-            `Client.lease` has a time of its own.
+            unless the publisher names a time, and how long the part of a block that one rank has saved waits for
+            the other ranks. A lease of `Client.lease` has a time of its own.
         lease_margin_s: a reader treats a lease as expired this long before its deadline.
         transfer_timeout_s: after this long, a transfer that is not terminal is abandoned.
         call_timeout_s: how long one control call may take.

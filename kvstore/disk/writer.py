@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import SeenFilter, WriteBudget
+from kvstore.disk.admission import RefusedChains, SeenFilter, WriteBudget
 from kvstore.disk.places import TierContext
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record
 from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
@@ -97,7 +97,7 @@ class Writer:
         self._queue: deque[Offer] = deque()
         #: Blocks that wait, and those of them that are being written now.
         self.num_queued = self.num_writing = 0
-        self.counts = WriterCounts()
+        self.counts, self._refused = WriterCounts(), RefusedChains()
         #: For the records of runs; one for each thread that wrote at once.
         self._pages = list[mmap.mmap]()
 
@@ -183,8 +183,7 @@ class Writer:
             if not self._queue:
                 return None
             offer = self._queue.popleft()
-            most = self.num_in_turn()
-            if len(offer.slots) > most:
+            if len(offer.slots) > (most := self.num_in_turn()):
                 slots, generation = offer.slots, offer.generation
                 self._queue.appendleft(replace(offer, slots=slots[most:], generation=generation and generation + most))
                 offer = replace(offer, slots=slots[:most])
@@ -233,6 +232,10 @@ class Writer:
     def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
         """Write one run of a chain; blocks of it that are on the disk already are not written again."""
         context, pool = self._context, self._context.disk_pool
+        if self._refused.follows(run, pool):
+            claimed()
+            self.drop("disk_full", len(run))
+            return
         try:
             ticket = pool.prepare_store(
                 chain_of(run), OWNER, needs_parent=False, num_clears=offer.num_clears, tenant=run[0].tenant
@@ -243,6 +246,7 @@ class Writer:
             return
         finally:
             claimed()
+        self._refused.note(run, ticket.num_refused)
         self.drop("disk_full", ticket.num_refused)
         if not ticket.write_id:
             if ticket.num_clears != offer.num_clears:

@@ -96,6 +96,18 @@ def save_all(engines, model, first=0, end=None):
     return [job.result(10) for job in jobs]
 
 
+def fail_a_copy(rank, model, monkeypatch):
+    """Have one rank's save fail while it copies, after its slots were claimed or joined."""
+
+    def fail(pages, indexes, slots):
+        raise RuntimeError("the copy failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts_of(rank.client).copier, "into_slots", fail)
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            rank.save(model).result(5)
+
+
 SPLITS = {"whole": (1, 1), "tp2": (2, 1), "tp4": (4, 1), "pp2": (1, 2), "tp2 pp2": (2, 2)}
 
 
@@ -183,20 +195,29 @@ def test_a_rank_whose_copy_fails_ends_the_block_for_all(cluster, wait_until, mon
     model = Model(6)
     first, second = ranks(cluster, "a", tp_size=2)
 
-    def fail(pages, indexes, slots):
-        raise RuntimeError("the copy failed")
-
     job = first.save(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(parts_of(second.client).copier, "into_slots", fail)
-        with pytest.raises(RuntimeError, match="the copy failed"):
-            second.save(model).result(5)
+    # Its blocks are those that the other rank joins. One that comes after the failure is the next test's.
+    wait_until(lambda: core.state.pool_service.is_attached and core.pool.stats().num_writing == 6)
+    fail_a_copy(second, model, monkeypatch)
     assert (job.result(5).num_blocks, job.result(5).num_written) == (0, 0)
     wait_until(lambda: core.pool.stats().num_writing == core.pool.stats().num_writes == 0)
     assert first.client.lookup(model.hashes).num_blocks == 0
     # Nothing is left in the way of another try.
     assert [result.num_written for result in save_all([first, second], model)] == [6, 6]
     assert [rank.load(model).num_blocks for rank in (first, second)] == [6, 6]
+
+
+def test_a_rank_that_comes_after_the_failure_keeps_its_parts_for_the_others_next_try(cluster, monkeypatch):
+    core = cluster.add("a", capacity_bytes=1 << 20, transfer_timeout_s=0.2)
+    model = Model(6)
+    first, second = ranks(cluster, "a", tp_size=2)
+    fail_a_copy(second, model, monkeypatch)
+    assert first.save(model).result(5).num_blocks == 0
+    # Its parts are written; a rank may come for the others for as long as a lease lasts.
+    assert (core.pool.stats().num_writing, core.pool.stats().num_writes) == (6, 0)
+    assert second.save(model).result(5).num_blocks == 6
+    assert [rank.load(model).num_blocks for rank in (first, second)] == [6, 6]
+    assert (core.pool.stats().num_writing, core.pool.stats().num_writes) == (0, 0)
 
 
 def test_a_rank_that_never_comes_holds_nobody_up_for_long(cluster):

@@ -249,6 +249,31 @@ def test_a_tenant_at_its_quota_of_disk_pushes_out_its_own_blocks_there(cluster, 
     core.state.disk.pool.check_integrity()
 
 
+@pytest.mark.parametrize("disk_write", ["through", "back"])
+def test_of_a_chain_that_is_longer_than_the_quota_of_disk_the_leading_blocks_are_there(
+    cluster, tmp_path, wait_until, disk_write
+):
+    stride = 4096 + 4096 + 256
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    settings = {
+        "capacity_bytes": NUM_SLOTS * 4096, "disk_path": str(folder), "disk_capacity_bytes": 100 * stride,
+        "disk_write": disk_write, "tenants": {"a": {"max_disk_bytes": 6 * stride}},
+    }  # fmt: skip
+    core = cluster.add("a", **settings)
+    worker, hashes = cluster.worker("a", tenant="a"), cluster.hashes(20, seed=3)
+    worker.save(hashes, range(20))
+    if disk_write == "through":
+        wait_until(lambda: core.stats()["disk"]["dropped"] == {"disk_full": 14})
+    cluster.stop_node("a")  # With "back" they are written now.
+    core = cluster.add("a", **settings)
+    cluster.client("a")
+    wait_until(lambda: not core.state.disk.is_off)
+    assert core.state.disk.pool.lookup(hashes) == 6
+    assert core.stats()["tenants"]["a"]["num_disk_bytes"] == 6 * stride
+    core.state.disk.pool.check_integrity()
+
+
 PATHS = ("memory", "peer", "disk")
 
 

@@ -95,16 +95,16 @@ def test_a_block_evicted_before_its_turn_is_counted(start, cluster, writes):
 
 
 def test_the_disk_is_smaller_than_what_is_saved(start, cluster):
-    """A14: of a chain that does not fit, the leading blocks are there, and no others."""
+    """A14: of a chain that does not fit, the leading blocks are there, and no others. Each turn writes few of them."""
     store = start(disk_capacity_bytes=1 << 16)  # 7 places.
-    hashes = cluster.hashes(12)
+    hashes = cluster.hashes(30)
     store.save(hashes, is_written=False)
     stops_writing(store)
+    assert store.stats()["dropped"] == {"disk_full": 23}
     store.empty_memory()
-    num_blocks = store.disk.lookup(hashes)
-    assert 0 < num_blocks <= 7
-    assert store.disk.pool.lookup(hashes) == num_blocks
-    assert store.load(hashes).num_blocks == num_blocks
+    assert store.disk.lookup(hashes) == store.disk.pool.lookup(hashes) == 7
+    assert store.disk.pool.stats().num_evicted == 0
+    assert store.load(hashes).num_blocks == 7
 
 
 def test_old_blocks_make_room(start, cluster):
