@@ -183,8 +183,8 @@ class Store:
     ) -> dict[str, dict[str, Any]]:
         """Restart node stores one after the other, with changed settings, and keep their blocks where that is safe.
 
-        Each waits up to `wait_s` for leases, writes and hand-offs. Clients of restarted stores are made anew, as after
-        any restart. docs/operations.md has the settings that keep the blocks; with `cold` all begin empty.
+        First digits of `node_ids` are enough. Each node waits up to `wait_s` for leases, writes and hand-offs. Clients
+        are made anew. docs/operations.md has the settings that keep the blocks; with `cold` all begin empty.
 
         Returns:
             By node id: {"is_warm", "num_blocks", "num_held_slots", "why_cold"}.

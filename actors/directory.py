@@ -30,11 +30,11 @@ class Directory:
     """
 
     def __init__(self, is_first: bool = False, number: int = 0, config_json: str = "") -> None:
+        config = StoreConfig.from_json(config_json) if config_json else StoreConfig(metrics=False)
+        show_life(store=config.name)
         # Ray restarts it with the same argument, when stores already run.
-        show_life()
         is_first = is_first and not ray.get_runtime_context().was_current_actor_reconstructed
         self._server, self._number = DirectoryServer(node_address(), 0.0 if is_first else SETTLE_S), number
-        config = StoreConfig.from_json(config_json) if config_json else StoreConfig(metrics=False)
         if config.metrics:
             node_id = ray.get_runtime_context().get_node_id()
             make = partial(ray_recorders, SHARD_METRICS)

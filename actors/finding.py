@@ -164,8 +164,11 @@ def ask_nodes(handles: dict[str, Any], method: str, *args: Any, timeout_s: float
     """Call a method of the stores of several nodes at once; return each one's answer, or {"error"}, by node id."""
     # None, which fails as the node's error: the store of another version may have no such method.
     methods = {node: getattr(handle, method, None) for node, handle in handles.items()}
-    said = ask_all(methods, *args, timeout_s=timeout_s)
-    return {node: {"error": str(each)} if isinstance(each, KVStoreError) else each for node, each in said.items()}
+    return _errors_as_text(ask_all(methods, *args, timeout_s=timeout_s))
+
+
+def _errors_as_text(said: dict[str, Any]) -> dict[str, Any]:
+    return {key: {"error": str(each)} if isinstance(each, KVStoreError) else each for key, each in said.items()}
 
 
 def store_stats(config: StoreConfig, handles: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -179,8 +182,7 @@ def store_stats(config: StoreConfig, handles: dict[str, Any], timeout_s: float) 
     # None, which fails as the node's error: the store of another version may have no such method.
     methods |= {node: getattr(handle, "stats", None) for node, handle in handles.items()}
     deadline_s = time.monotonic() + timeout_s
-    found |= ask_all(methods, timeout_s=timeout_s)
-    said = {key: {"error": str(each)} if isinstance(each, KVStoreError) else each for key, each in found.items()}
+    said = _errors_as_text(found | ask_all(methods, timeout_s=timeout_s))
     nodes = {node: said[node] for node in handles}
     stats: dict[str, Any] = {"name": config.name, "nodes": nodes, "problems": {}, "starting": {}}
     stats["directory"] = [said[f"/{number}"] for number in range(config.num_directory_shards)]

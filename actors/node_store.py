@@ -72,8 +72,8 @@ class NodeStore:
             )
         # The control thread shares the interpreter with Ray's threads; short slices keep its latency low.
         sys.setswitchinterval(1e-4)
-        show_life()
         self._node_id, self._config = node_id, StoreConfig.from_json(config_json)
+        show_life(store=self._config.name, node=node_id)
         self._mover_numbers = itertools.count(1)
         old, why_cold = take_old_life(handover_path(self._config.name, node_id), self._config, node_id)
         self._core, self._beginning = begin(self._make_core, old, why_cold)

@@ -14,6 +14,7 @@ import ray
 
 from kvstore.actors.calls import call, ray_failures
 from kvstore.errors import KVStoreError, TransferTimeout
+from kvstore.runtime.life import tell_whose
 
 logger = logging.getLogger(__name__)
 _life = logging.getLogger("kvstore.life")
@@ -33,8 +34,12 @@ STUCK_S = 10.0
 SILENT_S = 60.0
 
 
-def show_life() -> None:
-    """Have this actor's process write the events of kvstore.runtime.life to stderr, which Ray keeps in its logs."""
+def show_life(**whose: str) -> None:
+    """Have this actor's process write the events of kvstore.runtime.life to stderr, which Ray keeps in its logs.
+
+    Each line has `whose`, like store="default"; an actor has its process for itself.
+    """
+    tell_whose(**whose)
     _life.setLevel(logging.INFO)
     if not _life.hasHandlers():  # A user's own setup of the workers' logging has them already.
         _life.addHandler(logging.StreamHandler())

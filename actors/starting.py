@@ -262,9 +262,11 @@ def check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> Sto
     except ConfigError as error:
         raise _other_version(running, f": {error}") from error
     if text := config.differences(theirs) if config else "":
+        # What a restart keeps can only be given to a store that begins.
+        changes = "" if "num_directory_shards: " in text else "change it with Store.restart(), "
         raise IncompatibleStore(
-            f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, change it "
-            "with Store.restart(), stop it first, or choose another name="
+            f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, {changes}stop it "
+            "first, or choose another name="
         )
     return theirs
 

@@ -61,8 +61,8 @@ class Supervisor:
     """
 
     def __init__(self, config_json: str, starter: str = "", watch: bool = True) -> None:
-        show_life()
         self._config = StoreConfig.from_json(config_json)
+        show_life(store=self._config.name)
         self._starter = starter
         #: Nodes whose store served in the last round.
         self._served: set[str] = set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,14 @@ def _started(store: Any) -> str:
     if store.config.disk_path:
         capacity += f" and {human_bytes(store.config.disk_capacity_bytes)} of disk"
     where = f"on {len(store.node_ids())} node(s) of the Ray at {store.address}"
-    return f"store {store.config.name!r} runs {where}, {capacity} each"
+    lines = [f"store {store.config.name!r} runs {where}, {capacity} each"]
+    for tenant in store.config.tenants:
+        for quota, has in (("max_bytes", "capacity_bytes"), ("max_disk_bytes", "disk_capacity_bytes")):
+            most, room = getattr(tenant, quota), getattr(store.config, has)
+            if most is not None and most > room:
+                size = human_bytes(room) if room else "no disk tier"
+                lines.append(f"tenant {tenant.name}: {quota} of {human_bytes(most)} bounds nothing, a node has {size}")
+    return "\n".join(lines)
 
 
 def _connect(name: str, address: str | None) -> Any:
@@ -130,13 +138,16 @@ def _connect(name: str, address: str | None) -> Any:
     return connect(name, address=address)
 
 
+main.add_command(restart_command(_connect))
+
+
 @main.command(short_help="Show every node's store.")
 @NAME
 @ADDRESS
 @JSON
 @click.pass_context
 def status(ctx: click.Context, name: str, address: str | None, as_json: bool) -> None:
-    """Show every node's store: slots, leases, evictions, bytes over NIXL.
+    """Show the settings that are not the defaults, and every node's store: slots, leases, evictions, bytes over NIXL.
 
     Exit status 1 when a node of the cluster has no store that answers, 2 when there is none at all.
     """
@@ -144,9 +155,9 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
     stats = store.stats()
     stats["without_store"] = [node for node in store.node_ids() if "error" in stats["nodes"].get(node, {"error": ""})]
     if as_json:
-        click.echo(json.dumps(stats))
+        click.echo(json.dumps({**stats, "settings": asdict(store.config)}))
     else:
-        show_status(stats, store.config.capacity_bytes)
+        show_status(stats, store.config)
     ctx.exit(1 if stats["without_store"] else 0)
 
 
@@ -311,6 +322,5 @@ def handoff(
 
 bench.add_command(gpu)
 bench.add_command(disk)
-main.add_command(restart_command(_connect))
 main.add_command(replay)
 main.add_command(trace_group)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from kvstore.bounds import MIN_BLOCK_BYTES, check_endpoint, clip
 from kvstore.errors import ConfigError
-from kvstore.quotas import TenantQuota, read_tenants
+from kvstore.quotas import TenantQuota, quotas_by_name, read_tenants
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
 PROTOCOL_VERSION = 21
@@ -149,7 +150,7 @@ class StoreConfig:
                 raise ConfigError(f"{setting.name}: wanted at most {_MAX_INT}, got {clip(value)}")
         check_name(self.name)
         if self.capacity_bytes < 1 << 16:
-            raise ConfigError(f"capacity_bytes: wanted at least 64 KiB, got {self.capacity_bytes}")
+            raise ConfigError(f"capacity_bytes: wanted at least 65536, got {self.capacity_bytes}")
         if self.block_bytes and not MIN_BLOCK_BYTES <= self.block_bytes <= self.capacity_bytes:
             wanted = f"0 (automatic), or {MIN_BLOCK_BYTES} to capacity_bytes={self.capacity_bytes}"
             raise ConfigError(f"block_bytes: wanted {wanted}, got {self.block_bytes}")
@@ -241,7 +242,7 @@ class StoreConfig:
         if self.disk_path and (not os.path.isabs(self.disk_path) or "\0" in self.disk_path):
             raise ConfigError(f"disk_path: wanted an absolute path, got {clip(self.disk_path)}")
         if self.disk_capacity_bytes and self.disk_capacity_bytes < 1 << 16:
-            raise ConfigError(f"disk_capacity_bytes: wanted at least 64 KiB, got {self.disk_capacity_bytes}")
+            raise ConfigError(f"disk_capacity_bytes: wanted at least 65536, got {self.disk_capacity_bytes}")
 
     def _check_no_disk(self) -> None:
         for setting in fields(self):
@@ -300,9 +301,11 @@ class StoreConfig:
         return ", ".join(f"{key}: wanted {one!r}, runs with {other!r}" for key, (one, other) in both.items())
 
     def chosen(self) -> str:
-        """Return the settings that are not those of `StoreConfig()`, as "name=value name=value", for a log."""
-        mine, plain = asdict(self), asdict(StoreConfig())
-        return " ".join(f"{key}={value!r}" for key, value in mine.items() if key != "name" and value != plain[key])
+        """Return the settings that are not those of `StoreConfig()`, each as NAME=VALUE, as `--set` takes it."""
+        plain, mine = asdict(StoreConfig(name=self.name)), {**asdict(self), "tenants": quotas_by_name(self.tenants)}
+        changes = {key: value for key, value in mine.items() if value != plain[key] and value != {}}
+        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
+        return " ".join(f"{key}={shlex.quote(word)}" for key, word in words.items())
 
 
 def socket_dir() -> Path:

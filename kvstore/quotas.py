@@ -83,7 +83,9 @@ def read_tenants(given: object) -> tuple[TenantQuota, ...]:
     else:
         raise ConfigError(f"tenants: wanted quotas by name, like {{'team-a': TenantQuota(...)}}, got {clip(given)}")
     names = [quota.name for quota in named]
-    if "" in names or len(set(names)) < len(names):
+    if "" in names:
+        raise ConfigError("tenants: wanted a name for each, got ''; that is the shared tenant, which has no limits")
+    if len(set(names)) < len(names):
         raise ConfigError(f"tenants: wanted a name of its own for each, got {clip(names)}")
     if len(named) > MOST_TENANTS:
         raise ConfigError(f"tenants: wanted at most {MOST_TENANTS}, got {len(named)}")
@@ -103,8 +105,8 @@ def check_tenant(tenants: Sequence[TenantQuota], name: object) -> str:
         return str.__str__(name)
     known = ", ".join(quota.name for quota in tenants) or "none"
     raise ConfigError(
-        f"tenant: wanted a tenant of this store, or '' for the shared one, got {clip(name)}; it has {known}: start it "
-        "with this one, too"
+        f"tenant: wanted a tenant of this store, or '' for the shared one, got {clip(name)}; it has {known}: add this "
+        "one with `kvstore restart --set tenants=...`, which names all of them"
     )
 
 
@@ -116,6 +118,14 @@ def tag_of(tenant: str) -> int:
 def quota_of(tenants: Sequence[TenantQuota], name: str) -> TenantQuota:
     """Return the quota of a tenant; one without limits for a name that has none."""
     return next((quota for quota in tenants if quota.name == name), TenantQuota())
+
+
+def quotas_by_name(tenants: Sequence[TenantQuota]) -> dict[str, dict[str, int]]:
+    """Return the quotas that tenants have, by their names, as `read_tenants` takes them."""
+    return {
+        each.name: {quota: value for quota in _QUOTAS if (value := getattr(each, quota)) is not None}
+        for each in tenants
+    }
 
 
 def _read_quota(given: object, name: str | None = None) -> TenantQuota:

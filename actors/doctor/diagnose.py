@@ -111,7 +111,7 @@ def check_auth() -> Check:
             status, fix = Status.FAIL, "ray get-auth-token --generate, and the same token on every node"
     else:
         found = f"RAY_AUTH_MODE is not set; {f'a token is there ({where})' if present else 'no token yet'}"
-        fix = "optional: set RAY_AUTH_MODE=token or disabled, the same everywhere"
+        fix = "Ray asks for a token only with RAY_AUTH_MODE=token: set it everywhere where others reach this network"
     if status is Status.OK and mode != "disabled" and present and not in_environment and path.stat().st_mode & 0o077:
         status, fix = Status.WARN, f"others on this machine can read the token: chmod 600 {path}"
     return Check(name="Ray authentication", status=status, found=found, fix=fix, values=values)

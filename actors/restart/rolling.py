@@ -48,9 +48,7 @@ def restart_store(
     check_flag("cold", cold)
     wait_s = check_seconds("wait_s", wait_s)
     alive = sorted(alive_nodes())
-    wanted = alive if node_ids is None else [check_node_id("node_ids", node_id) for node_id in node_ids]
-    if unknown := sorted(set(wanted) - set(alive)):
-        raise InvalidRequest(f"node_ids: wanted nodes of this cluster, got {unknown}; nodes: {alive}")
+    wanted = alive if node_ids is None else _named(node_ids, alive)
     supervisor, config = replace_supervisor(name, changes)
     results: dict[str, dict[str, Any]] = {}
     for node_id in wanted:
@@ -63,6 +61,22 @@ def restart_store(
             ) from error
         on_node(node_id, results[node_id])
     return config, results
+
+
+def _named(node_ids: Sequence[str], alive: list[str]) -> list[str]:
+    """Return the nodes with these ids, or with ids that begin so, each once."""
+    wanted, wrong = list[str](), list[str]()
+    for text in (check_node_id("node_ids", each) for each in node_ids):
+        found = [text] if text in alive else [node_id for node_id in alive if node_id.startswith(text)]
+        if len(found) != 1:
+            wrong.append(f"{text!r}, which {len(found)} have")
+        wanted += found
+    if wrong:
+        raise InvalidRequest(
+            f"node_ids: wanted nodes of this cluster by their ids, or by first digits that one of them has, got "
+            f"{', '.join(wrong)}; nodes: {alive}"
+        )
+    return list(dict.fromkeys(wanted))
 
 
 def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_s: float) -> dict[str, Any]:

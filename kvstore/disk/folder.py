@@ -99,7 +99,7 @@ class Folder:
         old, why = self.label(), ""
         if old is None:
             has_any = any((self.path / name).exists() for name in (SLOTS, INDEX))
-            why = "its files are of another version" if has_any else "it is new"
+            why = "its files are of another version" if has_any else "new here"
         elif old.slot_bytes != slot_bytes:
             why = f"its slots have {old.slot_bytes} bytes, this store's have {slot_bytes}"
         elif old.block_order != BLOCK_ORDER_VERSION:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +19,8 @@ logger = logging.getLogger("kvstore.life")
 MOST_LINES = 20
 _PLAIN = re.compile(r"[A-Za-z0-9_./:+@-]+")
 _MOST_CHARS = 300
+#: Event, time, level and pid come before all others.
+_NUM_FIRST = 4
 
 
 def log_life(event: str, *, level: int = logging.INFO, limit: LogLimit | None = None, **facts: Any) -> None:
@@ -38,9 +41,36 @@ def log_life(event: str, *, level: int = logging.INFO, limit: LogLimit | None = 
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     line: dict[str, Any] = {"event": event, "time": now, "level": logging.getLevelName(level).lower()}
     line |= {"pid": os.getpid(), **{name: _short(value) for name, value in facts.items() if value is not None}}
-    as_json = wants_json_logs()
-    text = json.dumps(line) if as_json else " ".join(f"{name}={_word(value)}" for name, value in line.items())
-    logger.log(level, "%s", text)
+    logger.log(level, "%s", _Line(line, wants_json_logs()))
+
+
+def tell_whose(**whose: str) -> None:
+    """Have all lines of this process say whose they are, like store="default"; a line that says it itself keeps it."""
+
+    def complete(record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple) and record.args and isinstance(line := record.args[0], _Line):
+            record.args = (line.of(whose),)
+        return True
+
+    logger.addFilter(complete)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What a line says, by name; its text is made by the handlers, so that the process can add whose it is."""
+
+    facts: dict[str, Any]
+    as_json: bool
+
+    def of(self, whose: dict[str, str]) -> _Line:
+        names = list(self.facts)
+        first = {name: self.facts[name] for name in names[:_NUM_FIRST]}
+        return _Line({**first, **whose, **self.facts}, self.as_json)
+
+    def __str__(self) -> str:
+        if self.as_json:
+            return json.dumps(self.facts)
+        return " ".join(f"{name}={_word(value)}" for name, value in self.facts.items())
 
 
 def _short(value: Any) -> str | int | float | bool:

@@ -22,7 +22,13 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
     @click.command("restart", cls=Command, short_help="Restart nodes, and keep their blocks.")
     @NAME
     @ADDRESS
-    @click.option("--node", "node_ids", multiple=True, metavar="ID", help="This node only; may be repeated.")
+    @click.option(
+        "--node",
+        "node_ids",
+        multiple=True,
+        metavar="ID",
+        help="This node only, by its id or the first digits of it; may be repeated.",
+    )
     @SET
     @click.option("--cold", is_flag=True, help="Begin with empty memory; a disk tier keeps its blocks.")
     @click.option(
@@ -53,14 +59,15 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
         """
         wanted = settings_of(changes)
         with progress() as say:
-            say(f"restarting store {name!r}")
+            say(f"asking store {name!r} for a restart")
             store = connect(name, address)
             before = store.config
             found = store.restart(list(node_ids) or None, cold=cold, wait_s=wait_s, **wanted)
         if as_json:
             click.echo(json.dumps(found))
             return
-        for line in changes_of(before, store.config):
+        lines = list(changes_of(before, store.config))
+        for line in lines or (["no setting changed: the store had these values"] if wanted else []):
             click.echo(line)
         for node_id, said in found.items():
             kept = f"warm, {said['num_blocks']} blocks kept" if said["is_warm"] else f"cold: {said['why_cold']}"

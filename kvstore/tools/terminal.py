@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
+from kvstore.config import StoreConfig
 from kvstore.tools.doctor import Check, Status, human_bytes
 
 _BAR_CHARS = 50
@@ -27,16 +28,17 @@ _STATES = (
 _COLOUR = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
 
-def show_status(stats: dict[str, Any], capacity_bytes: int) -> None:
-    """Print a store's statistics; "without_store" has the ids of nodes that have no store."""
+def show_status(stats: dict[str, Any], config: StoreConfig) -> None:
+    """Print a store's settings and statistics; "without_store" has the ids of nodes that have no store."""
     out, nodes = Console(highlight=False, soft_wrap=True), stats["nodes"]
     known = sorted({*nodes, *stats["without_store"]})
     num_draining = sum(bool(node.get("draining")) for node in nodes.values())
     num_serving = sum("error" not in node for node in nodes.values()) - num_draining
     out.print(
         f"store [bold]{stats['name']}[/]: {num_serving} of {len(known)} nodes serve, "
-        f"{f'{num_draining} draining, ' if num_draining else ''}{human_bytes(capacity_bytes)} each"
+        f"{f'{num_draining} draining, ' if num_draining else ''}{human_bytes(config.capacity_bytes)} each"
     )
+    out.print(f"settings: {escape(config.chosen()) or 'the defaults'}")
     for line in _directory_lines(stats.get("directory", [])):
         out.print(line)
     for node in known:
@@ -86,8 +88,9 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", _bar(pool)
         shares = ((state, colour, pool[f"num_{state}"]) for state, _, colour in _STATES)
         yield "", "   ".join(f"[{colour}]{state}[/] {n:,} ({n / total:.0%})" for state, colour, n in shares)
-        counts = [f"{what} {pool[f'num_{what}']:,}" for what in ("leases", "writes", "published", "evicted")]
-        counts.insert(2, f"hand-offs {node['num_handoffs']:,}")
+        counts = [f"{what} {pool[f'num_{what}']:,}" for what in ("leases", "writes")]
+        counts += [f"hand-offs {node['num_handoffs']:,}", f"blocks stored {pool['num_published']:,}"]
+        counts += [f"evicted {pool['num_evicted']:,}"]
         yield "pool", "   ".join(counts)
     for name, tenant in node.get("tenants", {}).items():
         yield "tenant", _tenant_line(name, tenant)
@@ -109,9 +112,9 @@ def _tenant_line(name: str, tenant: dict[str, int | None]) -> str:
     if tenant["num_disk_bytes"] or tenant["max_disk_bytes"]:
         shares.append("disk " + tenant_share(tenant, "disk_bytes"))
     shares.append("hand-offs " + tenant_share(tenant, "handoffs"))
-    line = (
-        f"{name}: {', '.join(shares)}, evicted {tenant['num_evicted']:,} ({tenant['num_evicted_by_quota']:,} by quota)"
-    )
+    line = f"{name}: {', '.join(shares)}, evicted {tenant['num_evicted']:,}"
+    if tenant["num_evicted_by_quota"]:
+        line += f", {tenant['num_evicted_by_quota']:,} for its own blocks"
     said = tenant_refusals(tenant)
     return f"{line}   [yellow]refused: {said}[/]" if said else line
 

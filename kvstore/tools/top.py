@@ -25,7 +25,8 @@ _COLUMNS = (
     ("GB/s in", "save peer disk handoff"), ("GB/s out", "load peer disk handoff"), ("leases, pins", "oldest"),
     ("queues", "loads threads disk"), ("evicted/s", ""),
 )  # fmt: skip
-_TENANT_COLUMNS = ("node", "tenant", "memory", "pinned", "hand-offs", "evicted/s", "by quota")
+#: Of tenants: heading of a share, and what it is of.
+_SHARES = {"memory": "bytes", "pinned": "pinned_bytes", "disk": "disk_bytes", "hand-offs": "handoffs"}
 _TENANT_RATES = ("evicted_per_s", "by_quota_per_s")
 #: More than any table of `top` needs.
 _WIDEST = 1000
@@ -187,13 +188,20 @@ def table_of(name: str, rows: list[dict[str, Any]], console: Console) -> Rendera
 
 
 def _tenant_table(rows: list[dict[str, Any]]) -> Table:
+    found = [(row["node"], name, tenant) for row in rows for name, tenant in row.get("tenants", {}).items()]
+    shares = dict(_SHARES)
+    if not any(tenant["num_disk_bytes"] or tenant["max_disk_bytes"] for _, _, tenant in found):
+        del shares["disk"]
     table = Table(title="tenants", title_justify="left")
-    for number, heading in enumerate(_TENANT_COLUMNS):
+    for number, heading in enumerate(("node", "tenant", *shares, "evicted/s", "own/s")):
         table.add_column(heading, justify="left" if number < 2 else "right")
-    for row in rows:
-        for name, tenant in row.get("tenants", {}).items():
-            shares = (tenant_share(tenant, what) for what in ("bytes", "pinned_bytes", "handoffs"))
-            table.add_row(row["node"][:12], name, *shares, *map(_rate, (tenant[key] for key in _TENANT_RATES)))
+    for node, name, tenant in found:
+        table.add_row(
+            node[:12],
+            name,
+            *(tenant_share(tenant, what) for what in shares.values()),
+            *map(_rate, (tenant[key] for key in _TENANT_RATES)),
+        )
     return table
 
 

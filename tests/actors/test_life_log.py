@@ -49,7 +49,9 @@ def test_the_actors_of_a_store_write_its_life_to_their_logs(
         store.clear(space)
         store.drain(node_ids[0], 5.0)
         ray.get(kvstore.node_store(node_ids[0], name=NAME).undrain.remote(), timeout=30)
-        named = [words(line)["event"] for line in lines_of(pids[node_ids[0]])]
+        said = [words(line) for line in lines_of(pids[node_ids[0]])]
+        assert {(each["store"], each["node"]) for each in said} == {(NAME, node_ids[0])}
+        named = [each["event"] for each in said]
         assert named == ["store_started", "namespace_cleared", "store_draining", "store_undrained"]
         assert [words(line)["event"] for line in lines_of(pids[node_ids[1]])] == ["store_started", "namespace_cleared"]
 

@@ -186,6 +186,24 @@ def test_start_passes_what_it_was_given(monkeypatch):
     }  # fmt: skip
 
 
+def test_start_names_quotas_that_bound_nothing(monkeypatch):
+    class Store:
+        address = "h:1"
+        config = kvstore.StoreConfig(
+            capacity_bytes=1 << 30,
+            tenants={"a": {"max_bytes": "2GiB", "max_disk_bytes": 1 << 20}, "b": {"max_bytes": "1GiB"}},
+        )
+
+        def node_ids(self):
+            return ["n1"]
+
+    monkeypatch.setattr(api, "start", lambda **_: Store())
+    assert run("start").stdout.splitlines()[1:] == [
+        "tenant a: max_bytes of 2 GiB bounds nothing, a node has 1 GiB",
+        "tenant a: max_disk_bytes of 1 MiB bounds nothing, a node has no disk tier",
+    ]
+
+
 def started_with(monkeypatch, *words: str) -> dict:
     """What `kvstore start` gives to kvstore.start beside the settings that it always gives."""
     seen = {}
@@ -252,7 +270,7 @@ def test_start_passes_the_addresses_of_events(monkeypatch):
         (["--disk-sync"], "--disk-path and --disk-capacity: wanted both"),
         (["--disk-path", "d", "--disk-capacity", "1GiB"], "--disk-path: wanted an absolute path, got 'd'"),
         (["--disk-path", "/d", "--disk-capacity", "much"], "--disk-capacity: wanted a size such as '8GiB'"),
-        (["--disk-path", "/d", "--disk-capacity", "1KiB"], "--disk-capacity: wanted at least 64 KiB"),
+        (["--disk-path", "/d", "--disk-capacity", "1KiB"], "--disk-capacity: wanted at least 65536, got 1024"),
         (["--disk-path", "/d", "--disk-capacity", "1GiB", "--disk-write-budget", "x"], "--disk-write-budget: wanted a"),
     ],
 )
@@ -361,7 +379,7 @@ def test_status_shows_the_nodes(monkeypatch):
 
 
 DISK = {
-    "disk_write": "through", "path": "/disk/[a]-0", "is_off": False, "reason": "", "note": "it is new",
+    "disk_write": "through", "path": "/disk/[a]-0", "is_off": False, "reason": "", "note": "new here",
     "num_restored": 2, "is_direct": True,
     "num_queued": 5, "num_written": 1200, "num_written_bytes": 1 << 30, "dropped": {"queue_full": 3, "budget": 1},
     "num_read": 31, "num_bytes": 1 << 20, "num_damaged": 4, "num_failed": 0, "num_late": 0, "num_trips": 0,
@@ -374,7 +392,7 @@ def test_status_shows_the_disk_of_each_node(monkeypatch):
     result = run("status")
     assert result.exit_code == 0
     for words in ("1,200 of 5,000 blocks at /disk/[a]-0", "queued 5", "written 1,200", "read 31", "damaged 4",
-                  "restored 2", "not written budget 1, queue_full 3", "disk tier: it is new"):  # fmt: skip
+                  "restored 2", "not written budget 1, queue_full 3", "disk tier: new here"):  # fmt: skip
         assert words in result.stdout
     assert " off" not in result.stdout
     assert "written back" not in result.stdout

@@ -195,6 +195,8 @@ def test_a_log_has_the_settings_that_are_not_the_default():
     config = StoreConfig(name="n", capacity_bytes=1 << 20, disk_path="/some where", disk_capacity_bytes=1 << 30)
     assert config.chosen() == "capacity_bytes=1048576 disk_path='/some where' disk_capacity_bytes=1073741824"
     assert StoreConfig(name="n").chosen() == ""
+    config = StoreConfig(tenants={"b": {}, "a": {"max_bytes": "1MiB"}}, private_tenants=True)
+    assert config.chosen() == """tenants='{"a": {"max_bytes": 1048576}, "b": {}}' private_tenants=true"""
 
 
 def test_unknown_settings_are_refused_by_name():

@@ -39,7 +39,7 @@ def test_settings_with_tenants_come_back_from_text_and_are_one_whatever_their_or
         ({"a": {"max_handoffs": True}}, "a whole number above 0"),
         ({"a": {"max_handoffs": "3"}}, "a whole number above 0"),
         ({"a": {"max_pinned_bytes": 1 << 63}}, "max_pinned_bytes"),
-        ([{"max_bytes": 5}], "a name of its own"),
+        ([{"max_bytes": 5}], "a name for each"),
         ([TenantQuota("a"), TenantQuota("a")], "a name of its own"),
         # On disk a tenant is known by the CRC-32 of its name.
         ({"team-cf2842a5703": {}, "team-1450c189212f": {}}, "names that differ on disk.*team-1450c189212f.*rename"),

@@ -55,7 +55,7 @@ class RaykvBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
                 f"wanted the store {name!r} to run before the app, got none: run `kvstore start --capacity 8GiB` in "
                 "this Ray cluster and deploy again, or name another store in kv_connector_extra_config['store'] "
                 f"({type(error).__name__}: {error})"
-            ) from error
+            ) from None  # The text has it, and Ray Serve shows all tracebacks before the text.
         if not self.llm_config.engine_kwargs.get("worker_extension_cls"):
             self.llm_config.update_engine_kwargs(worker_extension_cls=_EXTENSION)
 

@@ -257,7 +257,7 @@ def test_what_cannot_be_is_refused_another_capacity_keeps_the_blocks_and_cold_is
         with pytest.raises(error):
             store.restart(node_id, **changes)
     assert engine.load(chain).num_blocks == 4
-    found = store.restart([node], capacity="3MiB")[node]
+    found = store.restart([node[:12]], capacity="3MiB")[node]
     assert (found["is_warm"], found["num_blocks"] >= 4, store.config.capacity_bytes) == (True, True, 3 << 20)
     assert open_engine(store, space, node).load(chain).num_local == 4
     # As a restart that was killed in the middle leaves it.

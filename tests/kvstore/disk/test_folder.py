@@ -39,7 +39,7 @@ def test_a_new_folder_and_its_label(opened, tmp_path):
     assert folder.path == tmp_path / "kv-0"
     assert folder.label() is None
     label, why = folder.begin(SLOT_BYTES, NUM_SLOTS)
-    assert why == "it is new"
+    assert why == "new here"
     assert (label.slot_bytes, label.num_slots, folder.label()) == (SLOT_BYTES, NUM_SLOTS, label)
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.path.iterdir()} == {LABEL: 0o600, LOCK: 0o600}
@@ -193,7 +193,7 @@ def test_what_a_killed_store_left_is_its_own(opened, tmp_path):
     opened.close(opened())
     (folder.path / LABEL).unlink()
     again = opened()
-    assert again.begin(SLOT_BYTES, NUM_SLOTS)[1] == "it is new"
+    assert again.begin(SLOT_BYTES, NUM_SLOTS)[1] == "new here"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.runtime.guard import LogLimit
-from kvstore.runtime.life import log_life
+from kvstore.runtime.life import log_life, tell_whose
 
 WORD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^" ]\S*)(?: |$)')
 
@@ -51,6 +51,27 @@ def test_a_line_of_json_has_the_same(lines, monkeypatch):
     found = json.loads(line)
     assert {name: found[name] for name in READ} == READ
     assert (found["event"], found["level"], found["pid"]) == ("disk_off", "error", os.getpid())
+
+
+@pytest.fixture
+def whose():
+    logger = logging.getLogger("kvstore.life")
+    before = list(logger.filters)
+    yield tell_whose
+    logger.filters[:] = before
+
+
+@pytest.mark.parametrize("form", ["", "json"])
+def test_the_lines_of_a_process_say_whose_they_are_unless_they_do_so_themselves(lines, whose, monkeypatch, form):
+    monkeypatch.setenv("RAYKV_LOG_FORMAT", form)
+    log_life("disk_on", path="/d")
+    whose(store="s", node="n1")
+    log_life("disk_on", path="/d")
+    log_life("node_joined", node="n2")
+    before, mine, other = map(json.loads if form else parsed, lines())
+    assert list(before) == ["event", "time", "level", "pid", "path"]
+    assert list(mine) == ["event", "time", "level", "pid", "store", "node", "path"]
+    assert (mine["store"], mine["node"], other["store"], other["node"]) == ("s", "n1", "s", "n2")
 
 
 def test_a_long_text_is_cut_and_stays_on_one_line(lines):

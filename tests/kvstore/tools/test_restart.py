@@ -52,7 +52,7 @@ def test_it_prints_json_alone_and_names_nodes():
 def test_an_error_names_settings_as_set_takes_them():
     done = CliRunner().invoke(restart_command(lambda name, address: Refusing()), ["--set", "capacity_bytes=1KiB"])
     assert done.exit_code == 2
-    assert done.stderr.endswith("ConfigError: capacity_bytes: wanted at least 64 KiB, got 1024\n")
+    assert done.stderr.endswith("ConfigError: capacity_bytes: wanted at least 65536, got 1024\n")
 
 
 def test_it_says_which_settings_changed_and_which_tenants_came_left_or_changed():
@@ -65,7 +65,11 @@ def test_it_says_which_settings_changed_and_which_tenants_came_left_or_changed()
         "tenant new: new, no quotas",
     ]
     _, shown = run()
-    assert not any(word in shown for word in ("before", "removed", "new")), "nothing changed"
+    assert not any(word in shown for word in ("before", "removed", "new", "no setting changed")), (
+        "nothing was asked for"
+    )
+    _, shown = run("--set", f"lease_ttl_s={BEFORE.lease_ttl_s}")
+    assert "no setting changed: the store had these values" in shown.splitlines()
 
 
 class Refusing:

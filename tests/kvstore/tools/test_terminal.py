@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
+from kvstore.config import StoreConfig
+from kvstore.tools.settings import settings_of
 from kvstore.tools.terminal import show_status
 
 SHARD = {"num_blocks": 1234, "num_nodes": 4, "num_bytes": 3 << 20, "num_dropped": 0}
@@ -26,10 +30,21 @@ SHARD = {"num_blocks": 1234, "num_nodes": 4, "num_bytes": 3 << 20, "num_dropped"
 )
 def test_each_shard_has_a_line(capsys, shards, lines):
     stats = {"name": "s", "nodes": {}, "without_store": [], "problems": {}, "starting": {}, "directory": shards}
-    show_status(stats, 1 << 30)
+    show_status(stats, StoreConfig())
     shown = capsys.readouterr().out.splitlines()
     assert len([line for line in shown if line.startswith("directory")]) == len(shards)
     assert [line for line in lines if line not in shown] == [], shown
+
+
+def test_the_settings_that_are_not_the_defaults_are_shown_as_set_takes_them(capsys):
+    stats = {"name": "s", "nodes": {}, "without_store": [], "problems": {}, "starting": {}}
+    show_status(stats, StoreConfig(name="s"))
+    assert "settings: the defaults" in capsys.readouterr().out.splitlines()
+    config = StoreConfig(name="s", lease_ttl_s=60.0, metrics=False, tenants={"a": {"max_bytes": "1MiB"}})
+    show_status(stats, config)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings: ")]
+    given = shlex.split(line.removeprefix("settings: "))
+    assert StoreConfig(name="s", **settings_of(given)) == config
 
 
 def test_each_tenant_of_a_node_has_a_line_with_its_quotas_and_refusals_only_where_there_are_some(capsys):
@@ -47,10 +62,10 @@ def test_each_tenant_of_a_node_has_a_line_with_its_quotas_and_refusals_only_wher
         "host": "h", "epoch": "e", "draining": False, "pid": 1, "mover_pid": 2, "pool": None, "nixl": None,
         "capacity_bytes": 1 << 30, "tenants": {"a": idle | busy, "b": idle},
     }  # fmt: skip
-    show_status({"name": "s", "nodes": {"n": node}, "without_store": [], "problems": {}, "starting": {}}, 1 << 30)
+    show_status({"name": "s", "nodes": {"n": node}, "without_store": [], "problems": {}, "starting": {}}, StoreConfig())
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "hand-offs" in line]
     assert [line.split(maxsplit=1)[1] for line in lines] == [
-        "a: 992 KiB of 1 MiB, pinned 0 B of 4 KiB, disk 5 MiB, hand-offs 2 of 2, evicted 578 (570 by quota)   "
+        "a: 992 KiB of 1 MiB, pinned 0 B of 4 KiB, disk 5 MiB, hand-offs 2 of 2, evicted 578, 570 for its own blocks   "
         "refused: bytes 1,234, hand-offs 3",
-        "b: 0 B, pinned 0 B, hand-offs 0, evicted 0 (0 by quota)",
+        "b: 0 B, pinned 0 B, hand-offs 0, evicted 0",
     ]

@@ -98,6 +98,7 @@ def test_tenants_have_a_table_with_their_quotas_and_what_went_because_of_them(la
     tenant = {
         "num_bytes": 992 << 10, "max_bytes": 1 << 20, "num_pinned_bytes": 4096, "max_pinned_bytes": None,
         "num_handoffs": 1, "max_handoffs": 2, "num_evicted": 10, "num_evicted_by_quota": 4,
+        "num_disk_bytes": 0, "max_disk_bytes": None,
     }  # fmt: skip
     now = tenant | {"num_evicted": 90, "num_evicted_by_quota": 64}
     rows = rows_of(stats(n={**NODE, "tenants": {"batch": tenant}}), stats(n={**later, "tenants": {"batch": now}}))
@@ -108,6 +109,8 @@ def test_tenants_have_a_table_with_their_quotas_and_what_went_because_of_them(la
         assert [cell.strip() for cell in line.strip("│").split("│")] == [
             "n", "batch", "992 KiB of 1 MiB", "4 KiB", "1 of 2", "40", "30",
         ]  # fmt: skip
+    with_disk = {"num_disk_bytes": 3 << 20, "max_disk_bytes": 4 << 20}
+    assert "3 MiB of 4 MiB" in shown(rows_of(stats(), stats(n={**NODE, "tenants": {"batch": tenant | with_disk}})))
     (row,) = rows_of(stats(), stats(n={**NODE, "tenants": {"batch": tenant}}))
     assert row["tenants"]["batch"]["evicted_per_s"] is None, "the store has just begun"
     assert "batch" in shown([row])
