@@ -99,7 +99,7 @@ class RefusedChains:
                 return False
             # One run, not all: room may have come since, and many may share the beginning that was refused.
             del self._ends[parent]
-        if disk_pool.present([parent]):
+        if not disk_pool.refuses_behind(parent, len(run), run[0].tenant):
             return False
         self.note(run, len(run))
         return True

@@ -59,6 +59,7 @@ class DiskThreads:
         on_again: Callable[[], None] = lambda: None,
     ) -> None:
         self._write_some, self._timeout_s, self._on_off, self._on_again = write_some, timeout_s, on_off, on_again
+        self._hangs = f"the disk hangs: no answer in {timeout_s:g} s"
         self._most_writing = num_threads // 2
         self._lock = threading.Lock()
         # One condition each: a notification that wakes the watcher would be lost for the others.
@@ -90,11 +91,19 @@ class DiskThreads:
         with self._lock:
             return self._is_closed or self._is_off()
 
+    @property
+    def reason(self) -> str:
+        """Why the disk is off, or was off last; "" if it never was."""
+        with self._lock:
+            # From the moment on when it counts as off, also before the watcher has looked.
+            return self._hangs if self._is_overdue(clock.now_s()) else self.breaker.reason
+
     def _is_off(self) -> bool:
         now_s = clock.now_s()
-        return self.breaker.is_off(now_s) or any(
-            now_s > began_s + self._timeout_s for began_s in self._running.values()
-        )
+        return self.breaker.is_off(now_s) or self._is_overdue(now_s)
+
+    def _is_overdue(self, now_s: float) -> bool:
+        return any(now_s > began_s + self._timeout_s for began_s in self._running.values())
 
     def read(self, reads: list[Read]) -> None:
         """Queue reads, the first first.
@@ -104,7 +113,8 @@ class DiskThreads:
         """
         with self._lock:
             if self._is_closed or self._is_off():
-                raise DiskUnavailable(f"the disk is off: {self.breaker.reason or 'the store ends'}; it is tried again")
+                why = self._hangs if self._is_overdue(clock.now_s()) else self.breaker.reason
+                raise DiskUnavailable(f"the disk is off: {why or 'the store ends'}; it is tried again")
             self._reads += reads
             self._work.notify(len(reads))
 
@@ -191,8 +201,8 @@ class DiskThreads:
                 self._look.wait(None if self._is_watcher_asleep else _LOOK_S)
                 now_s = clock.now_s()
                 num_trips = self.breaker.num_trips
-                if any(now_s > began_s + self._timeout_s for began_s in self._running.values()):
-                    self.breaker.trip(f"the disk hangs: no answer in {self._timeout_s:g} s", now_s)
+                if self._is_overdue(now_s):
+                    self.breaker.trip(self._hangs, now_s)
                 elif self._has_writes:
                     self._work.notify_all()  # The disk's rest may have passed.
                 went_off = self.breaker.num_trips > num_trips

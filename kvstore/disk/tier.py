@@ -277,7 +277,7 @@ class DiskTier:
         """Why the disk is off, or was off last; "" if it never was."""
         if self.why_off or self._threads is None:
             return self.why_off
-        return self._threads.breaker.reason
+        return self._threads.reason
 
     def _write_some(self) -> bool:
         if self._writer is None or not self._is_admitted:

@@ -679,6 +679,19 @@ class Pool:
             # Of each namespace the smaller side is gone through, so that many namespaces do not hold the lock for long.
             return set[bytes]().union(*(space.ready.keys() & wanted for space in self.table.index.spaces.values()))
 
+    def refuses_behind(self, parent: bytes, num_blocks: int, tenant: str) -> bool:
+        """Return whether a block cannot be found, so that those behind it are refused; see `RefusedChains` of the disk.
+
+        They count as refused by the tenant's quota of slots if it is at that.
+        """
+        with self._lock:
+            if any(parent in space.ready for space in self.table.index.spaces.values()):
+                return False
+            number, tenants = self._number_of(tenant), self.table.tenants
+            if tenants is not None and number and tenants.room(number) <= 0:
+                tenants.refused(number, num_blocks)
+            return True
+
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:

@@ -265,6 +265,7 @@ def test_of_a_chain_that_is_longer_than_the_quota_of_disk_the_leading_blocks_are
     worker.save(hashes, range(20))
     if disk_write == "through":
         wait_until(lambda: core.stats()["disk"]["dropped"] == {"disk_full": 14})
+        assert core.stats()["tenants"]["a"]["num_refused_disk"] == 14
     cluster.stop_node("a")  # With "back" they are written now.
     core = cluster.add("a", **settings)
     cluster.client("a")

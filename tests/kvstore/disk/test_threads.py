@@ -232,6 +232,20 @@ def test_a_hanging_read_turns_the_disk_off_and_fails_those_that_wait(start, wait
     assert asked.ended() is None
 
 
+def test_a_disk_that_is_off_because_it_hangs_says_so_before_the_watcher_has_looked(start, monkeypatch, wait_until):
+    monkeypatch.setattr("kvstore.disk.threads._LOOK_S", 2 * SOON_S)
+    let_go = threading.Event()
+    threads = start(timeout_s=0.05)
+    hanging = Asked(lambda: let_go.wait(SOON_S))
+    threads.read([hanging.read])
+    wait_until(lambda: threads.is_off)
+    assert (threads.reason, threads.breaker.num_trips) == ("the disk hangs: no answer in 0.05 s", 0)
+    with pytest.raises(DiskUnavailable, match="the disk hangs"):
+        threads.read([Asked().read])
+    let_go.set()
+    assert hanging.ended() is None
+
+
 def test_a_hanging_write_turns_the_disk_off(start, wait_until):
     go, reasons = threading.Event(), []
     threads = start(lambda: not go.wait(SOON_S), timeout_s=0.1, on_off=reasons.append)
