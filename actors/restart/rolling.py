@@ -29,6 +29,7 @@ _HOLDER_S, _STOPS_S, _SERVES_S = 60.0, 20.0, 120.0
 _KEEP_S = 180.0
 _ROUND_EVERY_S = 1.0
 _COLD = "cold was asked for"
+_LOST = "the memory is lost: a store that had taken it, or was to take it, ended before it served"
 
 
 def restart_store(
@@ -99,7 +100,7 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
         if holder is not None:
             with contextlib.suppress(KVStoreError), ray_failures("holder"):
                 ray.kill(holder)
-    result = said if said["is_warm"] else {**said, "why_cold": said["why_cold"] or why_cold}
+    result = said if said["is_warm"] else {**said, "why_cold": said["why_cold"] or why_cold or _LOST}
     logger.info("node %s was restarted: %s", node_id, result)
     return result
 

@@ -18,14 +18,15 @@ def build_pd_openai_app(args: dict[str, Any]) -> Application:
         args: as Ray's own builder takes them: `prefill_config`, `decode_config` and the options of the ingress.
 
     Raises:
-        ConfigError: a `PrefixRouter` has options that it would refuse. Ray Serve makes routers when the first request
-            comes, and tells nobody when that fails. Nothing is registered.
+        ConfigError: the arguments are no mapping, or a `PrefixRouter` has options that it would refuse. Ray Serve makes
+            routers when the first request comes, and tells nobody when that fails. Nothing is registered.
+        OSError: the file of a config cannot be read.
         ValueError: Ray refuses the arguments (pydantic's ValidationError). Only the registration is left, which
             changes nothing for other apps.
     """
     from ray.serve import llm
 
-    check_routers(args)
+    check_routers(args, _read)
     _register()
     return llm.build_pd_openai_app(args)
 
@@ -37,13 +38,19 @@ def build_openai_app(args: dict[str, Any]) -> Application:
         args: as Ray's own builder takes them: `llm_configs` and the options of the ingress.
 
     Raises:
-        ConfigError, ValueError: as for `build_pd_openai_app`.
+        ConfigError, OSError, ValueError: as for `build_pd_openai_app`.
     """
     from ray.serve import llm
 
-    check_routers(args)
+    check_routers(args, _read)
     _register()
     return llm.build_openai_app(args)
+
+
+def _read(path: str) -> Any:
+    from ray.serve import llm
+
+    return llm.LLMConfig.from_file(path)
 
 
 def _register() -> None:

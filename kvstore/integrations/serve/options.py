@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvstore.errors import ConfigError
+from kvstore.bounds import clip
+from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.integrations.space_text import space_from_text
 
 _MOST = 1e15
-#: As config files name it.
-_ROUTERS = ("kvstore.integrations.serve.PrefixRouter", "kvstore.integrations.serve:PrefixRouter")
+#: As config files may name it, with a dot or a colon before the class.
+_ROUTERS = ("kvstore.integrations.serve.PrefixRouter", "kvstore.integrations.serve.router.PrefixRouter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,13 @@ class RouterOptions:
         _require(isinstance(self.tokenizer, str) and self.tokenizer != "", "tokenizer", "a folder or a name", self)
         for name in ("chat_template", "store", "address", "space"):
             _require(isinstance(getattr(self, name), str | None), name, "text or None", self)
+        if self.store is not None:
+            StoreConfig(name=self.store)
+        if self.space is not None:
+            try:
+                space_from_text(self.space)
+            except InvalidRequest as error:
+                raise ConfigError(f"request_router_kwargs['space']: {error}") from error
         for name, most in (("block_size", 1 << 16), ("max_hints", 1 << 24)):
             value = getattr(self, name)
             _require(type(value) is int and 0 < value <= most, name, f"a whole number from 1 to {most}", self)
@@ -79,10 +89,11 @@ class RouterOptions:
         Raises:
             ConfigError: a key is unknown or missing, or a value cannot work.
         """
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"request_router_kwargs: wanted a mapping, got {clip(given)}")
         known = [field.name for field in fields(RouterOptions)]
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise ConfigError(f"request_router_kwargs: unknown keys {unknown}; known are {', '.join(known)}")
+        if unknown := [key for key in given if key not in known]:
+            raise ConfigError(f"request_router_kwargs: unknown keys {clip(unknown)}; known are {', '.join(known)}")
         if "tokenizer" not in given:
             raise ConfigError(
                 "request_router_kwargs: wanted the key 'tokenizer', got none; name the folder or model whose tokenizer "
@@ -100,19 +111,37 @@ def _require(fits: bool, name: str, wanted: str, options: RouterOptions) -> None
         raise ConfigError(f"request_router_kwargs[{name!r}]: wanted {wanted}, got {getattr(options, name)!r}")
 
 
-def check_routers(args: Mapping[str, Any]) -> None:
+def check_routers(args: object, read: Callable[[str], Any] = lambda path: None) -> None:
     """Check the options of each `PrefixRouter` in the arguments of a builder of `ray.serve.llm`.
 
-    What is no mapping is left to Ray to check.
+    Args:
+        args: of the builder. A config in it may be a mapping, a path, or what Ray makes of these.
+        read: returns what Ray makes of a path.
 
     Raises:
-        ConfigError: a router would refuse its options.
+        ConfigError: the arguments are no mapping, or a router would refuse its options.
     """
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"args: wanted a mapping, as of a Serve config file, got {clip(args)}")
     configs = args.get("llm_configs", ())
-    for config in (args.get("prefill_config"), args.get("decode_config"), *(configs if _is_list(configs) else ())):
-        router = _at(config, "deployment_config", "request_router_config")
-        if str(_at(router, "request_router_class")) in _ROUTERS:
-            RouterOptions.parse(_at(router, "request_router_kwargs") or {})
+    for given in (args.get("prefill_config"), args.get("decode_config"), *(configs if _is_list(configs) else ())):
+        config = read(given) if isinstance(given, str) else given
+        deployment = config if isinstance(config, Mapping) else {"deployment_config": _attribute(config)}
+        router = _at(deployment, "deployment_config", "request_router_config")
+        if _is_ours(_at(router, "request_router_class")):
+            options = _at(router, "request_router_kwargs")
+            RouterOptions.parse({} if options is None else options)
+
+
+def _attribute(config: object) -> Any:
+    return getattr(config, "deployment_config", None)
+
+
+def _is_ours(router: object) -> bool:
+    name = (
+        router if isinstance(router, str) else f"{getattr(router, '__module__', '')}.{getattr(router, '__name__', '')}"
+    )
+    return name.replace(":", ".") in _ROUTERS
 
 
 def _is_list(value: object) -> bool:

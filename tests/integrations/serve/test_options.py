@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvstore.errors import ConfigError
@@ -28,6 +30,8 @@ def test_a_tokenizer_is_enough():
         ({"tokenizer": "x", "evict_weight": -1}, "'evict_weight'"),
         ({"tokenizer": "x", "cache_tokens": 0}, "'cache_tokens'"),
         ({"tokenizer": "x", "cache_tokens": 1e4}, "'cache_tokens'"),
+        ({"tokenizer": "x", "space": "garbage"}, "'space'"),
+        ({"tokenizer": "x", "store": "a/b c"}, "name"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(given, named):
@@ -35,7 +39,7 @@ def test_a_setting_that_cannot_work_is_named(given, named):
         RouterOptions.parse(given)
 
 
-ROUTERS = ("kvstore.integrations.serve.PrefixRouter", "kvstore.integrations.serve:PrefixRouter")
+ROUTERS = tuple(f"kvstore.integrations.serve{place}PrefixRouter" for place in (".", ":", ".router.", ".router:"))
 
 
 def config(**router):
@@ -54,6 +58,23 @@ def test_options_that_a_router_would_refuse_are_found_in_the_arguments_of_a_buil
         check_routers(args(tokenizer="x", hint_ttl=60))
     with pytest.raises(ConfigError, match="tokenizer"):
         check_routers({place: args()[place]})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokenizer": "x", "hint_ttl": 60}, {1: 2, "a": 3}, {None: 1}, 5, True, ["tokenizer"], "", ()]
+)
+def test_options_in_what_ray_makes_of_a_config_or_of_a_path_are_checked_too(wrong):
+    made = SimpleNamespace(**config(request_router_class=ROUTERS[0], request_router_kwargs=wrong))
+    with pytest.raises(ConfigError, match="request_router_kwargs"):
+        check_routers({"decode_config": made})
+    with pytest.raises(ConfigError, match="request_router_kwargs"):
+        check_routers({"llm_configs": ["/a/path"]}, {"/a/path": made}.get)
+
+
+@pytest.mark.parametrize("args", [None, ["x"], "x", 5])
+def test_arguments_that_are_no_mapping_are_refused(args):
+    with pytest.raises(ConfigError, match="args: wanted a mapping"):
+        check_routers(args)
 
 
 @pytest.mark.parametrize(
