@@ -156,8 +156,7 @@ class Supervisor:
     def unfinished(self) -> dict[str, str]:
         """Return, by node id, what each store that is being made now may wait for."""
         with self._lock:
-            running = [key for key, future in self._running.items() if not future.done()]
-            made = [key for key in running if not key.startswith("directory")]
+            made = [key for key, future in self._running.items() if not (future.done() or key.startswith("directory"))]
         if not made:
             return {}
         with ray_failures("nodes"):
@@ -205,9 +204,8 @@ class Supervisor:
         nodes = alive_nodes()
         self._problems = {node_id: error for node_id, error in self._problems.items() if node_id in nodes}
         # First, because a store that starts before the directory would publish a second later.
-        directory = [self._begin("directory", self._ensure_directory)]
-        for number in range(1, self._config.num_directory_shards):
-            directory.append(self._begin(f"directory/{number}", self._ensure_directory, number))
+        shards = range(self._config.num_directory_shards)
+        directory = [self._begin(f"directory/{number}", self._ensure_directory, number) for number in shards]
         wait(directory, _ROUND_S)
         ensured = {node_id: self._begin(node_id, self._ensure_node_store, node_id, nodes[node_id]) for node_id in nodes}
         wait(ensured.values(), _ROUND_S)
@@ -218,8 +216,7 @@ class Supervisor:
             if not future.done():
                 logger.warning("node %s: its store is still being made", node_id)
                 continue
-            error = future.exception()
-            if error is None:
+            if (error := future.exception()) is None:
                 served.append(node_id)
                 self._problems.pop(node_id, None)
                 continue
@@ -236,11 +233,12 @@ class Supervisor:
         for node_id in sorted(served - self._served):
             log_life("node_joined", store=self._config.name, node=node_id)
         for node_id in sorted(self._served - served):
-            reason = (
-                self._problems.get(node_id, "its store is being made again") if node_id in alive else "left the cluster"
-            )
-            log_life("node_lost", level=logging.WARNING, store=self._config.name, node=node_id, reason=reason)
+            gone = "its store is being made again" if node_id in alive else "left the cluster"
+            self._log_lost(node_id, self._problems.get(node_id, gone))
         self._served = served
+
+    def _log_lost(self, node_id: str, reason: object) -> None:
+        log_life("node_lost", level=logging.WARNING, store=self._config.name, node=node_id, reason=reason)
 
     def _shards(self) -> list[str]:
         return [shard_name(self._config.name, number) for number in range(self._config.num_directory_shards)]
@@ -286,11 +284,10 @@ class Supervisor:
         if self._serving_actor(name, what, may_restart=True) is None:
             # Ray restarts the directory; this makes the first one, and another one if Ray has given up.
             is_first = set(actors_of(self._config.name)) <= {self._name("supervisor"), *self._shards()}
-            args = is_first, number, self._config.to_json()
             options: dict[str, Any] = {"max_restarts": -1, "max_concurrency": 8}
             if self._config.num_directory_shards > 1:
                 options["scheduling_strategy"] = "SPREAD"
-            _make(name, Directory, HEALTH_GROUP, args, **options)
+            _make(name, Directory, HEALTH_GROUP, (is_first, number, self._config.to_json()), **options)
 
     def _serving_actor(self, name: str, what: str, *, may_restart: bool) -> Any:
         """Return an actor that serves, or None; see `ServingWatch.serves`."""
@@ -306,6 +303,9 @@ class Supervisor:
         if handle is not None:
             self._check_settings(node_id, handle)
             return
+        if node_id in self._served:
+            self._served.discard(node_id)  # The next one counts as joined.
+            self._log_lost(node_id, "its store ended; another one is made")
         wanted, room = self._config.capacity_bytes, resources.get("memory", 0.0)
         if wanted > room:
             raise ConfigError(

@@ -66,17 +66,13 @@ def restart_store(
 
 def _named(node_ids: Sequence[str], alive: list[str]) -> list[str]:
     """Return the nodes with these ids, or with ids that begin so, each once."""
-    wanted, wrong = list[str](), list[str]()
+    wanted = list[str]()
     for text in (check_node_id("node_ids", each) for each in node_ids):
         found = [text] if text in alive else [node_id for node_id in alive if node_id.startswith(text)]
         if len(found) != 1:
-            wrong.append(f"{text!r}, which {len(found)} have")
+            which = "several nodes' ids begin" if found else "no node's id begins"
+            raise InvalidRequest(f"node_ids: {which} with {text!r}; nodes: {', '.join(found or alive)}")
         wanted += found
-    if wrong:
-        raise InvalidRequest(
-            f"node_ids: wanted nodes of this cluster by their ids, or by first digits that one of them has, got "
-            f"{', '.join(wrong)}; nodes: {alive}"
-        )
     return list(dict.fromkeys(wanted))
 
 
@@ -100,7 +96,7 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
         if holder is not None:
             with contextlib.suppress(KVStoreError), ray_failures("holder"):
                 ray.kill(holder)
-    result = said if said["is_warm"] else {**said, "why_cold": said["why_cold"] or why_cold or _LOST}
+    result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or _LOST}
     logger.info("node %s was restarted: %s", node_id, result)
     return result
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvstore.blocks.shape import KVShape
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.job import Job
+
+#: Reasons that the text of a result names.
+_MOST_REASONS = 4
 
 
 class MissReason(Enum):
@@ -83,6 +87,17 @@ class LoadResult:
     num_locate_calls: int = 0
     num_lease_calls: int = 0
     num_disk: int = 0
+
+    def __str__(self) -> str:
+        """Return what `repr` does, with the failures counted by their reason in place of a line for each block."""
+        if not self.failed:
+            return repr(self)
+        counts = Counter(
+            f"{each.reason.value}: {each.detail}" if each.detail else each.reason.value for each in self.failed
+        )
+        said = "; ".join(f"{count} blocks {reason}" for reason, count in counts.most_common(_MOST_REASONS))
+        more = f"; and {len(counts) - _MOST_REASONS} reasons more" if len(counts) > _MOST_REASONS else ""
+        return repr(replace(self, failed=())).replace("failed=()", f"failed=({said}{more})")
 
     @property
     def failed_block_ids(self) -> frozenset[int]:

@@ -143,8 +143,8 @@ def open_folder(root: str, store: str, node_id: str, num_bytes: int, wait_s: flo
         return _lock_first(base, store, node_id, num_bytes, clock.now_s() + wait_s)
     except OSError as error:
         raise ConfigError(
-            f"disk_path: wanted a folder that user {os.geteuid()} can write, got {clip(root)}: {error}; give another "
-            "path, or make it writable"
+            f"disk_path: wanted a folder that is there or can be made, and that user {os.geteuid()} can write, got "
+            f"{clip(root)}: {error.strerror or error}; give another path, or mend this one"
         ) from error
 
 
@@ -159,7 +159,7 @@ def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: f
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise ConfigError(
                 f"{path}: wanted a folder of user {os.geteuid()} with mode 0700, got mode {info.st_mode & 0o7777:o} of "
-                f"user {info.st_uid}; remove it, or give disk_path= another folder"
+                f"user {info.st_uid}; give disk_path= another folder, or make it so if it is a disk tier of raykv"
             )
         _check_ours(path)  # Before the lock is made: in a folder of another program nothing is changed.
         lock_fd = _lock(path / LOCK, holder, until_s)

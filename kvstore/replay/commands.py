@@ -47,7 +47,7 @@ _MOST_REAL_NODES = 16
     show_default=True,
     help="Index only; or real stores, whose every loaded byte is compared.",
 )
-@click.option("--rows", "num_rows", type=int, default=0, help="Replay the first so many requests. Default: all.")
+@click.option("--rows", "num_rows", type=int, default=0, help="Replay the first so many requests. 0: all.")
 @click.option("--restart-at", type=int, default=0, help="Before this request begin again with what is on the disks.")
 @click.option("--wait-written", is_flag=True, help="real: before each request wait for the disks: hits are then exact.")
 @click.option("--disk-path", default="", help="real: folder of the disk tiers. Default: a temporary one.")
@@ -281,6 +281,7 @@ def make_trace(kind: str, seconds: float, seed: int, output: Path | None) -> Non
     text = as_mooncake(make_requests(kind, seconds, seed))
     if output is not None:
         write_whole(output, text)
+        click.echo(f"{text.count(chr(10)):,} requests written to {output}", err=True)
         return
     try:
         click.echo(text, nl=False)

@@ -89,7 +89,7 @@ class Plan:
         if self.restart_at < 0 or (self.restart_at and self.disk_blocks is None):
             raise InvalidRequest(
                 f"--restart-at: wanted a number of requests, and --disk-blocks with it, got {self.restart_at} and "
-                f"{self.disk_blocks}; leave it out for no restart"
+                f"{self.disk_blocks}; give both, or leave it out for no restart"
             )
 
     @property

@@ -33,6 +33,7 @@ _OWN_WORDS = (
     (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
     (r"\bdisk_(path|capacity)=(?=[ ,;.]|$)", r"--disk-\1"),
     (r"^(name|address): ", r"--\1: "),
+    (r"^node_ids: ", "--node: "),
 )
 #: The same for settings that are options of `kvstore start`. Elsewhere `--set` alone gives them, by their names.
 _OWN_SETTINGS = (

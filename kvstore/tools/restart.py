@@ -12,6 +12,7 @@ import click
 from kvstore.config import StoreConfig
 from kvstore.quotas import TenantQuota
 from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds
+from kvstore.tools.doctor import human_bytes
 from kvstore.tools.settings import SET, settings_of
 from kvstore.tools.terminal import progress
 
@@ -95,4 +96,5 @@ def changes_of(before: StoreConfig, after: StoreConfig) -> Iterator[str]:
 
 def _quotas(quota: TenantQuota) -> str:
     given = {field.name: getattr(quota, field.name) for field in fields(quota)[1:]}
-    return ",".join(f"{name}={value}" for name, value in given.items() if value is not None) or "no quotas"
+    shown = {name: human_bytes(value) if name.endswith("_bytes") and value else value for name, value in given.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None) or "no quotas"

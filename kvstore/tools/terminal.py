@@ -25,6 +25,11 @@ _STATES = (
     ("idle", "▓", "green"),
     ("free", "·", "bright_black"),
 )
+#: What the quotas of a tenant refused: the end of its name in the statistics, and words for a person.
+_REFUSED = {
+    "bytes": "blocks by max_bytes", "pins": "blocks by max_pinned_bytes", "handoffs": "hand-offs",
+    "disk": "blocks by max_disk_bytes",
+}  # fmt: skip
 _COLOUR = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
 
@@ -121,8 +126,8 @@ def _tenant_line(name: str, tenant: dict[str, int | None]) -> str:
 
 def tenant_refusals(tenant: dict[str, int | None]) -> str:
     """Return what the quotas of a tenant refused; "" for nothing."""
-    refused = {what: tenant[f"num_refused_{what}"] for what in ("bytes", "pins", "handoffs", "disk")}
-    return ", ".join(f"{what} {count:,}" for what, count in refused.items() if count).replace("handoffs", "hand-offs")
+    refused = {words: tenant[f"num_refused_{what}"] for what, words in _REFUSED.items()}
+    return ", ".join(f"{count:,} {words}" for words, count in refused.items() if count)
 
 
 def tenant_share(tenant: dict[str, int | None], what: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -65,5 +66,15 @@ def test_the_actors_of_a_store_write_its_life_to_their_logs(
         supervisor = ray.get_actor(f"raykv/{NAME}/supervisor", namespace="raykv")
         pid = ray.get(supervisor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
         assert lines_of(pid)[0].endswith('settings="capacity_bytes=8388608 lease_ttl_s=3.0"')
+
+        # A store that was killed is lost, also if another one is there before anybody looks.
+        eventually(lambda: {words(line).get("node") for line in lines_of(pid)} >= set(node_ids), 30)
+        before = len(lines_of(pid))
+        os.kill(pids[node_ids[1]], signal.SIGKILL)
+        eventually(lambda: len(lines_of(pid)) >= before + 2, 60)
+        said = [words(line) for line in lines_of(pid)[before:]]
+        assert [(each["event"], each["node"]) for each in said] == [
+            ("node_lost", node_ids[1]), ("node_joined", node_ids[1]),
+        ]  # fmt: skip
     finally:
         store.stop()

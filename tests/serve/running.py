@@ -56,7 +56,7 @@ class App:
                     raise
                 time.sleep(1)  # What a client does whose request failed.
 
-    async def stream_all(self, prompts, num_at_once, num_tokens=8):
+    async def stream_all(self, prompts, num_at_once, num_tokens=8, on_piece=lambda prompt: None):
         """Stream the answers to some prompts; returns a text or an error for each."""
         gate = asyncio.Semaphore(num_at_once)
         client = openai.AsyncOpenAI(base_url=self.url, api_key="none", timeout=CALL_S, max_retries=0)
@@ -68,7 +68,11 @@ class App:
                         model=MODEL_ID, prompt=prompt, max_tokens=num_tokens, temperature=0, stream=True,
                         extra_body={"ignore_eos": True},
                     )  # fmt: skip
-                    return "".join([choice.text async for chunk in stream for choice in chunk.choices])
+                    texts = []
+                    async for chunk in stream:
+                        texts += [choice.text for choice in chunk.choices]
+                        on_piece(prompt)
+                    return "".join(texts)
                 except openai.APIError as error:
                     return error
 

@@ -1,4 +1,4 @@
-"""The ingress of `ray.serve.llm`, with errors of OpenAI's form for what its own refuses with another one."""
+"""The ingress of `ray.serve.llm`, with errors of OpenAI's form where its own has another form, or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from ray.llm._internal.serve.core.configs.openai_api_models import OpenAIHTTPExc
 from ray.llm._internal.serve.core.ingress.middleware import _handle_validation_error
 from ray.serve.llm.ingress import OpenAiIngress
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
+
+from kvstore.integrations.serve.streams import whole_or_error
 
 
 class OpenAiErrors(OpenAiIngress):
@@ -18,10 +20,13 @@ class OpenAiErrors(OpenAiIngress):
 
     async def _process_llm_request(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return await super()._process_llm_request(*args, **kwargs)
+            answer = await super()._process_llm_request(*args, **kwargs)
         except HTTPException as error:  # An unknown model: clients of OpenAI's read "error", not "detail".
             kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
             raise OpenAIHTTPException(error.status_code, str(error.detail), kind) from error
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = whole_or_error(answer.body_iterator)
+        return answer
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the app that answers requests; Ray Serve asks for it when a replica begins."""

@@ -97,6 +97,7 @@ def begin(make: Callable[[OldLife | None], T], old: OldLife | None, why_cold: st
             return make(old), old.beginning
         except KVStoreError as error:
             why_cold = f"the memory of the old store could not be used: {error}"
-            log_life("cold_start", reason=why_cold)
             old.processes.close()
+    if why_cold:
+        log_life("cold_start", reason=why_cold)
     return make(None), Beginning(why_cold=why_cold)

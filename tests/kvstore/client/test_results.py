@@ -6,6 +6,7 @@ import pytest
 
 import kvstore
 from kvstore.client.job import Job
+from kvstore.client.results import BlockFailure, LoadResult, MissReason
 from kvstore.client.work import Work, in_one_step, nothing
 from kvstore.errors import InvalidRequest, JobRunning, PeerLost
 from tests.kvstore.kept_work import see_done
@@ -107,3 +108,24 @@ def test_a_disk_that_is_slower_than_computing_is_left_out():
     assert match.worth_loading(shape, 0.0) is match
     unknown = kvstore.Match(num_local=1, num_disk=5)
     assert unknown.worth_loading(shape, 1e9) is unknown
+
+
+def test_the_text_of_a_load_counts_its_failures_by_reason():
+    def failed(index, reason, detail=""):
+        return BlockFailure(index=index, block_ids=(index,), reason=reason, detail=detail)
+
+    whole = LoadResult(num_blocks=3, num_local=3)
+    assert str(whole) == repr(whole)
+    result = LoadResult(
+        num_blocks=1,
+        failed=(
+            failed(1, MissReason.POOL_FULL, "no slot"), failed(2, MissReason.NOT_FOUND),
+            *(failed(index, MissReason.POOL_FULL, "no slot") for index in range(3, 90)),
+        ),
+    )  # fmt: skip
+    assert "failed=(88 blocks pool_full: no slot; 1 blocks not_found)" in str(result)
+    assert len(str(result)) < 400
+    many = LoadResult(num_blocks=0, failed=tuple(failed(at, MissReason.OTHER, f"why {at}") for at in range(9)))
+    assert str(many).count("why") == 4
+    assert "and 5 reasons more" in str(many)
+    assert type(result.failed[0]) is BlockFailure

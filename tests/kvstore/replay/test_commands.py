@@ -28,7 +28,8 @@ def run(*words):
 def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("traces") / "conversation.jsonl"
     result = run("trace", "make", "conversation", "--seconds", 60, "--seed", 1, "--output", path)
-    assert (result.exit_code, result.output) == (0, "")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.endswith(f" requests written to {path}\n")
     return path
 
 

@@ -60,7 +60,7 @@ def test_it_says_which_settings_changed_and_which_tenants_came_left_or_changed()
     _, shown = run("--set", "lease_ttl_s=60", "--set", f"tenants={tenants}")
     assert shown.splitlines()[-6:-2] == [
         f"lease_ttl_s: {BEFORE.lease_ttl_s!r} before, 60.0 now",
-        "tenant batch: max_bytes=1048576,max_handoffs=4 before, max_bytes=524288 now",
+        "tenant batch: max_bytes 1 MiB, max_handoffs 4 before, max_bytes 512 KiB now",
         "tenant chat: removed",
         "tenant new: new, no quotas",
     ]

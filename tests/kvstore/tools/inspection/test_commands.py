@@ -346,7 +346,7 @@ def test_tenants_are_shown_with_their_quotas_and_silent_nodes_are_named():
     done = StoreOfTenants().run("tenant", wants=1)
     (line,) = (line for line in done.stdout.splitlines() if "batch" in line)
     assert [cell.strip() for cell in line.strip("│").split("│")] == [
-        "batch", "a", "992 KiB of 1 MiB", "0 B", "0 B", "1 of 4", "578", "570", "bytes 12, hand-offs 3",
+        "batch", "a", "992 KiB of 1 MiB", "0 B", "0 B", "1 of 4", "578", "570", "12 blocks by max_bytes, 3 hand-offs",
     ]  # fmt: skip
     assert "node b: no answer in time" in done.stdout
     assert "node c: this node has no store" in done.stdout
