@@ -19,7 +19,7 @@ class Idle(Supervisor):
         super().__init__(StoreConfig(capacity_bytes=1 << 20).to_json(), watch=False)
         self.seen = []
 
-    def _ensure_directory(self):
+    def _ensure_directory(self, number=0):
         self.seen.append("directory")
 
     def _ensure_node_store(self, node_id, resources):
