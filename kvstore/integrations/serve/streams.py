@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 logger = logging.getLogger(__name__)
 
@@ -12,16 +13,17 @@ _DONE = "data: [DONE]"
 _LOST = "the engine was lost while it answered; the text is not whole: ask again"
 
 
-async def whole_or_error(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+async def whole_or_error(chunks: AsyncGenerator[str, None]) -> AsyncIterator[str]:
     """Yield the chunks of a stream, and an error as its last one if it ends without `data: [DONE]`, or fails.
 
     The status of the answer was sent long before. OpenAI's clients raise an APIError for such a chunk.
     """
     is_whole, why = False, ""
     try:
-        async for chunk in chunks:
-            is_whole = chunk.strip().endswith(_DONE)
-            yield chunk
+        async with aclosing(chunks):  # At once when the client goes: the engine then aborts the request.
+            async for chunk in chunks:
+                is_whole = chunk.strip().endswith(_DONE)
+                yield chunk
     except Exception as error:  # noqa: BLE001 - whatever Ray raises, the client has to hear that it is not all.
         why = f" ({type(error).__name__})"
         logger.warning("a stream ended early: %s", error)

@@ -50,3 +50,22 @@ def test_a_stream_that_was_cut_off_ends_with_an_error_of_openais_form(before, cu
 def test_a_client_that_went_away_is_told_nothing(gone):
     with pytest.raises(type(gone)):
         said("data: 1\n\n", gone)
+
+
+def test_a_client_that_goes_between_two_chunks_ends_the_engines_stream_at_once():
+    ended = []
+
+    async def given():
+        try:
+            while True:
+                yield "data: 1\n\n"
+        finally:
+            ended.append(True)
+
+    async def leave():
+        stream = whole_or_error(given())
+        await anext(stream)
+        await stream.aclose()
+        return list(ended)
+
+    assert asyncio.run(asyncio.wait_for(leave(), 10)) == [True]
