@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,7 +16,7 @@ from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is
 from kvstore.actors.finding import actors_of, alive_nodes, make_actor
 from kvstore.actors.restart.changing import replace_supervisor
 from kvstore.actors.restart.holder import Holder
-from kvstore.bounds import check_flag, check_node_id, check_seconds
+from kvstore.bounds import check_flag, check_node_id, check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError, StoreNotRunning, StoreUnavailable
 
@@ -66,6 +66,8 @@ def restart_store(
 
 def _named(node_ids: Sequence[str], alive: list[str]) -> list[str]:
     """Return the nodes with these ids, or with ids that begin so, each once."""
+    if isinstance(node_ids, str | bytes) or not isinstance(node_ids, Iterable):
+        raise InvalidRequest(f"node_ids: wanted a list of nodes' ids, or None for all, got {clip(node_ids)}")
     wanted = list[str]()
     for text in (check_node_id("node_ids", each) for each in node_ids):
         found = [text] if text in alive else [node_id for node_id in alive if node_id.startswith(text)]

@@ -97,7 +97,7 @@ class LoadResult:
         )
         said = "; ".join(f"{count} blocks {reason}" for reason, count in counts.most_common(_MOST_REASONS))
         more = f"; and {len(counts) - _MOST_REASONS} reasons more" if len(counts) > _MOST_REASONS else ""
-        return repr(replace(self, failed=())).replace("failed=()", f"failed=({said}{more})")
+        return repr(replace(self, failed=())).replace("failed=()", f"failed=({said}{more})", 1)
 
     @property
     def failed_block_ids(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Decide which blocks are worth a write to the disk. No locking here, but for refused chains: the callers hold theirs.
+"""Decide which blocks are worth a write to the disk. No locking here: the callers hold theirs.
 
 Each block that is written wears the disk, and most blocks are never asked for again. With `disk_min_uses` a block is
 written when it was stored or used for the n-th time (the idea of Marconi's admission, and of RocksDB's and CacheLib's
@@ -7,18 +7,12 @@ reuse filters). A budget bounds the bytes of a day in any case.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
-
-from kvstore.blocks.grants import HeldBlock
-from kvstore.pool.pool import Pool
 
 _KEY_BYTES = 8
 _DAY_S = 86400.0
 #: Of a day's budget: so much may be written at once after a quiet time.
 _BURST = 1 / 24
-#: Chains that found no room, of which the rest may still come.
-_MOST_REFUSED = 1024
 
 
 class SeenFilter:
@@ -68,41 +62,6 @@ class SeenFilter:
 
     def _find(self, key: bytes) -> tuple[int, float]:
         return self._new.get(key) or self._old.get(key) or (0, 0.0)
-
-
-class RefusedChains:
-    """Remembers the ends of chains that found no room on the disk, so that what follows them is refused, too.
-
-    A chain is written in several turns. Where nothing but its own blocks could go, a turn is refused, because a parent
-    is never evicted for its child. The next turn's parent is not on the disk then, so nothing would keep it from taking
-    the place of its own ancestors, and it could never be found there. Any thread may call.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Ordered by age.
-        self._ends: dict[bytes, None] = {}
-
-    def note(self, run: list[HeldBlock], num_refused: int) -> None:
-        """Note how many blocks at the end of a run found no room."""
-        if num_refused:
-            with self._lock:
-                self._ends[run[-1].block_hash] = None
-                if len(self._ends) > _MOST_REFUSED:
-                    del self._ends[next(iter(self._ends))]
-
-    def follows(self, run: list[HeldBlock], disk_pool: Pool) -> bool:
-        """Return whether a run follows a block that found no room, and is not there now; then its own end is noted."""
-        parent = run[0].parent
-        with self._lock:
-            if parent not in self._ends:
-                return False
-            # One run, not all: room may have come since, and many may share the beginning that was refused.
-            del self._ends[parent]
-        if not disk_pool.refuses_behind(parent, len(run), run[0].tenant):
-            return False
-        self.note(run, len(run))
-        return True
 
 
 class WriteBudget:

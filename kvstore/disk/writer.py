@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import RefusedChains, SeenFilter, WriteBudget
+from kvstore.disk.admission import SeenFilter, WriteBudget
 from kvstore.disk.places import TierContext
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record
 from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
@@ -97,7 +97,7 @@ class Writer:
         self._queue: deque[Offer] = deque()
         #: Blocks that wait, and those of them that are being written now.
         self.num_queued = self.num_writing = 0
-        self.counts, self._refused = WriterCounts(), RefusedChains()
+        self.counts = WriterCounts()
         #: For the records of runs; one for each thread that wrote at once.
         self._pages = list[mmap.mmap]()
 
@@ -232,21 +232,19 @@ class Writer:
     def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
         """Write one run of a chain; blocks of it that are on the disk already are not written again."""
         context, pool = self._context, self._context.disk_pool
-        if self._refused.follows(run, pool):
-            claimed()
-            self.drop("disk_full", len(run))
-            return
+        # What it builds on may be in memory alone: then the nearest that is on the disk stays for it.
+        above = [] if pool.present([run[0].parent]) else context.memory_pool.ancestors(run[0])
         try:
             ticket = pool.prepare_store(
-                chain_of(run), OWNER, needs_parent=False, num_clears=offer.num_clears, tenant=run[0].tenant
-            )
+                chain_of(run), OWNER, needs_parent=False, num_clears=offer.num_clears, tenant=run[0].tenant,
+                ancestors=above,
+            )  # fmt: skip
         except (PoolExhausted, ChainBroken) as error:
             logger.debug("blocks are not written to disk: %s", error)
             self.drop("disk_pool", len(run))
             return
         finally:
             claimed()
-        self._refused.note(run, ticket.num_refused)
         self.drop("disk_full", ticket.num_refused)
         if not ticket.write_id:
             if ticket.num_clears != offer.num_clears:

@@ -295,6 +295,7 @@ class Pool:
         num_clears: int | None = None,
         retention: Retention = NORMAL,
         tenant: str = SHARED,
+        ancestors: Sequence[bytes] = (),
     ) -> StoreTicket:
         """Claim a slot for each missing block of a run, or join its writing in parts.
 
@@ -316,6 +317,8 @@ class Pool:
             retention: how much the blocks matter, until a time of the pool's clock. It raises that of blocks which are
                 here already, and never lowers it; of two ends the later one counts.
             tenant: of the writer; new blocks are its own.
+            ancestors: hashes above the run's parent, the nearest first. Where the parent is not here, the nearest of
+                them that is here is kept in its place: else new blocks could take the slots of their own beginning.
 
         Raises:
             ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
@@ -333,7 +336,7 @@ class Pool:
         _check_deadline(parts_deadline_s)
         terms = WriteTerms(
             owner=owner, part=part, num_parts=num_parts, deadline_s=deadline_s, parts_deadline_s=parts_deadline_s,
-            retention=retention, tenant=self._number_of(tenant),
+            retention=retention, tenant=self._number_of(tenant), ancestors=ancestors,
         )  # fmt: skip
         with self._step("prepare_store"):
             self._check_lives()
@@ -679,18 +682,16 @@ class Pool:
             # Of each namespace the smaller side is gone through, so that many namespaces do not hold the lock for long.
             return set[bytes]().union(*(space.ready.keys() & wanted for space in self.table.index.spaces.values()))
 
-    def refuses_behind(self, parent: bytes, num_blocks: int, tenant: str) -> bool:
-        """Return whether a block cannot be found, so that those behind it are refused; see `RefusedChains` of the disk.
-
-        They count as refused by the tenant's quota of slots if it is at that.
-        """
+    def ancestors(self, block: HeldBlock) -> list[bytes]:
+        """Return the hashes above a block's parent that can be found here, the nearest first."""
         with self._lock:
-            if any(parent in space.ready for space in self.table.index.spaces.values()):
-                return False
-            number, tenants = self._number_of(tenant), self.table.tenants
-            if tenants is not None and number and tenants.room(number) <= 0:
-                tenants.refused(number, num_blocks)
-            return True
+            index = self.table.index
+            ready, found = index.space_of(block.namespace).ready, list[bytes]()
+            slot = ready.get(block.parent)
+            while slot is not None:
+                found.append(index.parent[slot])
+                slot = ready.get(found[-1])
+            return found
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""

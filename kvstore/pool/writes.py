@@ -40,6 +40,7 @@ class WriteTerms:
     parts_deadline_s: float = float("inf")
     retention: Retention = NORMAL
     tenant: int = 0
+    ancestors: Sequence[bytes] = ()
 
 
 @dataclass(slots=True)
@@ -99,11 +100,11 @@ class WriteTable(OwnedTable[_Write]):
         if needs_parent:
             index.check_parent(chain)
         self._check_room()
-        found, under_way = list(map(ready.get, hashes)), list[int | None]()
-        if writing and not writing.keys().isdisjoint(hashes):
-            under_way = list(map(writing.get, hashes))
+        found = list(map(ready.get, hashes))
+        under_way = [] if writing.keys().isdisjoint(hashes) else list(map(writing.get, hashes))
         index.check_depths(chain, hashes, found, under_way)
-        above = [ready[chain.parent]] if chain.start and chain.parent in ready else []
+        names = (chain.parent, *terms.ancestors) if chain.start else ()
+        above = next(([ready[own]] if own in ready else [] for own in names if own in ready or own in writing), [])
         num_wanted, paid = len(hashes), NO_SLOTS
         if self._tenants is not None:
             end, paid = self._tenants.payable(terms.tenant, above, found)
@@ -135,8 +136,8 @@ class WriteTable(OwnedTable[_Write]):
             touched = [parent, *run]
         listed_run = listed if slots is touched else index.claims.listed(touched)
         stamp = table.eviction.touched(listed_run, is_use=False, retention=terms.retention)
-        if end < len(hashes):
-            # Pinned blocks after a refused one are not touched, and eviction may have passed their place.
+        if end < len(hashes) or (above and chain.parent not in ready):
+            # Pinned blocks after a refused one, or above a missing one, are not touched: eviction may have passed them.
             stamp = 0
         write_id, generations = 0, b""
         if indexes:
@@ -237,9 +238,7 @@ class WriteTable(OwnedTable[_Write]):
         end = len(slots) if count is None else min(count, len(slots))
         if end <= begin:
             return 0
-        if begin or end < len(slots):
-            hashes, slots = hashes[begin:end], slots[begin:end]
-        write.num_done, whole = end, None
+        hashes, slots, write.num_done, whole = hashes[begin:end], slots[begin:end], end, None
         if write.terms.num_parts > 1:
             whole = self._parts.end(write.segments, slots, done=True)
         elif columns.aborted and not columns.aborted.isdisjoint(slots):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import RefusedChains
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record
 from kvstore.disk.restore import restore, usable
@@ -43,7 +42,6 @@ class TierNode:
         self._make_pool, self._memory_blocks, self._disk_blocks = make_pool, memory_blocks, disk_blocks
         self.num_evicted = self.num_disk_evicted = self.num_written = self.num_read = 0
         self.dropped: Counter[str] = Counter()
-        self._refused = RefusedChains()
         #: The index file: the record that was written last at each place.
         self._index: dict[int, Record] = {}
         self._begin()
@@ -168,11 +166,8 @@ class TierNode:
 
     def _write(self, run: list[HeldBlock]) -> None:
         disk, places = self.disk, self._places
-        if self._refused.follows(run, disk):
-            self._drop("disk_full", len(run))
-            return
-        ticket = disk.prepare_store(chain_of(run), _WRITER, needs_parent=False)
-        self._refused.note(run, ticket.num_refused)
+        above = self.memory.ancestors(run[0])
+        ticket = disk.prepare_store(chain_of(run), _WRITER, needs_parent=False, ancestors=above)
         self._drop("disk_full", ticket.num_refused)
         if not ticket.write_id:
             return

@@ -126,15 +126,10 @@ def check_routers(args: object, read: Callable[[str], Any] = lambda path: None) 
     configs = args.get("llm_configs", ())
     for given in (args.get("prefill_config"), args.get("decode_config"), *(configs if _is_list(configs) else ())):
         config = read(given) if isinstance(given, str) else given
-        deployment = config if isinstance(config, Mapping) else {"deployment_config": _attribute(config)}
-        router = _at(deployment, "deployment_config", "request_router_config")
+        router = _at(config, "deployment_config", "request_router_config")
         if _is_ours(_at(router, "request_router_class")):
             options = _at(router, "request_router_kwargs")
             RouterOptions.parse({} if options is None else options)
-
-
-def _attribute(config: object) -> Any:
-    return getattr(config, "deployment_config", None)
 
 
 def _is_ours(router: object) -> bool:
@@ -150,5 +145,5 @@ def _is_list(value: object) -> bool:
 
 def _at(found: Any, *keys: str) -> Any:
     for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
+        found = found.get(key) if isinstance(found, Mapping) else getattr(found, key, None)
     return found

@@ -22,7 +22,7 @@ async def whole_or_error(chunks: AsyncGenerator[str, None]) -> AsyncIterator[str
     try:
         async with aclosing(chunks):  # At once when the client goes: the engine then aborts the request.
             async for chunk in chunks:
-                is_whole = chunk.strip().endswith(_DONE)
+                is_whole = is_whole or chunk.strip().endswith(_DONE)
                 yield chunk
     except Exception as error:  # noqa: BLE001 - whatever Ray raises, the client has to hear that it is not all.
         why = f" ({type(error).__name__})"

@@ -253,6 +253,8 @@ def test_what_cannot_be_is_refused_another_capacity_keeps_the_blocks_and_cold_is
         (ConfigError, None, {"name": "other"}),
         (ConfigError, None, {"capacity": "4TiB"}),
         (InvalidRequest, ["nowhere"], {}),
+        (InvalidRequest, node, {}),
+        (InvalidRequest, 5, {}),
     ):
         with pytest.raises(error):
             store.restart(node_id, **changes)

@@ -65,8 +65,11 @@ def test_options_that_a_router_would_refuse_are_found_in_the_arguments_of_a_buil
 )
 def test_options_in_what_ray_makes_of_a_config_or_of_a_path_are_checked_too(wrong):
     made = SimpleNamespace(**config(request_router_class=ROUTERS[0], request_router_kwargs=wrong))
-    with pytest.raises(ConfigError, match="request_router_kwargs"):
-        check_routers({"decode_config": made})
+    router = SimpleNamespace(request_router_class=ROUTERS[0], request_router_kwargs=wrong)
+    within = {"deployment_config": {"request_router_config": router}}
+    for config_ in (made, within):
+        with pytest.raises(ConfigError, match="request_router_kwargs"):
+            check_routers({"decode_config": config_})
     with pytest.raises(ConfigError, match="request_router_kwargs"):
         check_routers({"llm_configs": ["/a/path"]}, {"/a/path": made}.get)
 

@@ -27,7 +27,7 @@ def said(*chunks):
     return asyncio.run(asyncio.wait_for(got(), 10))
 
 
-@pytest.mark.parametrize("chunks", [["data: 1\n\n", DONE], ["data: 1\n\ndata: [DONE]\n\n"], [DONE]])
+@pytest.mark.parametrize("chunks", [["data: 1\n\n", DONE], ["data: 1\n\ndata: [DONE]\n\n"], [DONE], [DONE, ""]])
 def test_a_whole_stream_is_passed_on_as_it_is(chunks):
     assert said(*chunks) == chunks
 

@@ -1,10 +1,8 @@
-"""What is worth a write: the filter of seen blocks, chains that found no room, and the budget of bytes."""
+"""What is worth a write: the filter of seen blocks, and the budget of bytes."""
 
-from disk_made import SPACE, digest
+from disk_made import digest
 
-from kvstore.blocks.grants import HeldBlock, chain_of
-from kvstore.disk.admission import RefusedChains, SeenFilter, WriteBudget
-from kvstore.pool.pool import Pool
+from kvstore.disk.admission import SeenFilter, WriteBudget
 
 HOUR_S = 3600.0
 
@@ -44,43 +42,6 @@ def test_a_block_that_is_used_again_and_again_is_not_forgotten():
     for number in range(100):
         assert saw(seen, 0, 2.0 * number) == number + 1
         saw(seen, 1000 + number, 2.0 * number)
-
-
-def run_of(first, end):
-    """Return blocks of the chain 1, 2, 3, ... as memory held them."""
-    parents = [SPACE, *map(digest, range(1, end))]
-    return [HeldBlock(0, SPACE, parents[own - 1], own - 1, digest(own)) for own in range(first, end)]
-
-
-def test_what_follows_a_refused_block_is_refused_turn_after_turn():
-    refused, disk = RefusedChains(), Pool(4)
-    refused.note(run_of(1, 5), num_refused=1)
-    assert not refused.follows(run_of(9, 12), disk), "another part of the chain"
-    assert [refused.follows(run_of(first, first + 3), disk) for first in (5, 8, 11)] == [True] * 3
-
-
-def test_one_run_pays_for_a_refusal():
-    refused, disk = RefusedChains(), Pool(4)
-    refused.note(run_of(1, 3), num_refused=2)
-    assert [refused.follows(run_of(3, 4), disk) for _ in range(2)] == [True, False]
-
-
-def test_nothing_is_refused_behind_what_found_room():
-    refused, disk = RefusedChains(), Pool(4)
-    refused.note(run_of(1, 3), num_refused=0)
-    assert not refused.follows(run_of(3, 5), disk)
-    refused.note(run_of(1, 3), num_refused=1)
-    # Saved again, and written this time.
-    disk.complete_store(disk.prepare_store(chain_of(run_of(1, 3)), "writer").write_id, "writer")
-    assert not refused.follows(run_of(3, 5), disk)
-
-
-def test_refused_chains_are_bounded():
-    refused, disk = RefusedChains(), Pool(1)
-    for own in range(1, 2002):
-        refused.note(run_of(own, own + 1), num_refused=1)
-    assert not refused.follows(run_of(2, 3), disk)
-    assert refused.follows(run_of(2002, 2003), disk)
 
 
 def test_no_budget_is_no_bound():

@@ -9,6 +9,7 @@ from disk_store import HALF, SOON_S, wait_until
 from kvstore.blocks.hashing import Namespace
 from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.threads import _NUM_THREADS
+from tests.kvstore.conftest import SHAPE
 
 
 def refuse(code=errno.EIO):
@@ -105,6 +106,38 @@ def test_the_disk_is_smaller_than_what_is_saved(start, cluster):
     assert store.disk.lookup(hashes) == store.disk.pool.lookup(hashes) == 7
     assert store.disk.pool.stats().num_evicted == 0
     assert store.load(hashes).num_blocks == 7
+
+
+@pytest.mark.parametrize("num_shared", [20, 13])
+def test_branches_of_a_prompt_that_does_not_fit_leave_what_is_there_of_it(start, cluster, num_shared):
+    store = start(disk_capacity_bytes=1 << 16)  # 7 places.
+    rng = np.random.default_rng(4)
+    prompt = rng.integers(0, 1000, 20 * SHAPE.block_size)
+    store.save(cluster.space.block_hashes(prompt), is_written=False)
+    stops_writing(store)
+    for _ in range(3):
+        tail = rng.integers(0, 1000, 4 * SHAPE.block_size)
+        chain = cluster.space.block_hashes(np.concatenate([prompt[: num_shared * SHAPE.block_size], tail]))
+        store.save(chain, 20, is_written=False)
+        stops_writing(store)
+        assert store.disk.lookup(chain) == 7
+    assert store.disk.pool.stats().num_evicted == 0
+
+
+def test_a_chain_that_found_no_room_for_a_while_is_written_where_it_goes_on(start, cluster):
+    store = start(disk_capacity_bytes=1 << 16)
+    read, chain = cluster.hashes(7, seed=1), cluster.hashes(10, seed=2)
+    store.save(read)
+    grant = store.disk.pool.pin_prefix(read, "a-reader", float("inf"))
+    store.save(chain[:4], 8, is_written=False)
+    stops_writing(store)
+    assert store.stats()["dropped"] == {"disk_full": 4}
+    store.disk.pool.release(grant.lease_id, "a-reader")
+    store.worker.save(chain, range(8, 18))
+    stops_writing(store)
+    # Those that were refused are in memory; what follows them is found behind them there.
+    assert store.disk.pool.present(list(chain)) == set(chain[4:])
+    assert store.worker.client.lookup(chain).num_here == 10
 
 
 def test_old_blocks_make_room(start, cluster):

@@ -25,9 +25,16 @@ class PlainTier:
     def touch(self, blocks):
         self.kept = [block for block in self.kept if block not in blocks] + blocks[::-1]
 
-    def store(self, blocks, held=()):
-        """Store the missing blocks of a run; return them, and how far the run reaches now."""
+    def store(self, blocks, held=(), memory=()):
+        """Store the missing blocks of a run; return them, and how far the run reaches now.
+
+        Where the disk lacks what the run builds on, the nearest that it has is not evicted for it.
+        """
         above, new, reached = self.parents[blocks[0]], [], []
+        nearest = above
+        while nearest not in self.kept and nearest in memory:
+            nearest = self.parents[nearest]
+        held = {*held, nearest}
         for block in blocks:
             if block not in self.kept:
                 if len(self.kept) >= self.size and not self.evict_one({*held, *blocks, above}):
@@ -116,11 +123,11 @@ class PlainNode:
             run = []
             for block in [block for block in offer if block in self.memory.kept] if self.disk.size else []:
                 if run and self.parents[block] != run[-1]:
-                    self.num_written += len(self.disk.store(run)[0])
+                    self.num_written += len(self.disk.store(run, memory=self.memory.kept)[0])
                     run = []
                 run.append(block)
             if run:
-                self.num_written += len(self.disk.store(run)[0])
+                self.num_written += len(self.disk.store(run, memory=self.memory.kept)[0])
 
 
 def plain(trace, memory_blocks, disk_blocks, num_nodes, restart_at=0):

@@ -271,8 +271,8 @@ BLOCKS = (
         "a second copy",
         "LMCache: one chunk stored by every worker",
         WRITES,
-        "if writing and not writing.keys().isdisjoint(hashes):",
-        "if False:",
+        "[] if writing.keys().isdisjoint(hashes) else",
+        "[] if True else",
         f"{EXPLORER}[duplicates]",
     ),
     bug(
