@@ -683,7 +683,7 @@ class Pool:
             return set[bytes]().union(*(space.ready.keys() & wanted for space in self.table.index.spaces.values()))
 
     def ancestors(self, block: HeldBlock) -> list[bytes]:
-        """Return the hashes above a block's parent that can be found here, the nearest first."""
+        """Return the hashes above a block's parent, the nearest first, as far as its chain can be found here."""
         with self._lock:
             index = self.table.index
             ready, found = index.space_of(block.namespace).ready, list[bytes]()
