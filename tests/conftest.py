@@ -6,6 +6,7 @@ The environment is changed before anything imports ray, so nothing at the top of
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -107,6 +108,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs {wanted_gpus} CUDA device(s), found {found}")
     if item.get_closest_marker("rdma") and not list(Path("/dev").glob("infiniband/uverbs*")):
         pytest.skip("needs an RDMA device, found none in /dev/infiniband")
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_log() -> None:
+    """Take back what actors do to the log of their process, when a test before made one in this process."""
+    life = logging.getLogger("kvstore.life")
+    life.filters.clear()
+    life.handlers.clear()
+    life.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -53,19 +53,11 @@ def test_a_line_of_json_has_the_same(lines, monkeypatch):
     assert (found["event"], found["level"], found["pid"]) == ("disk_off", "error", os.getpid())
 
 
-@pytest.fixture
-def whose():
-    logger = logging.getLogger("kvstore.life")
-    before = list(logger.filters)
-    yield tell_whose
-    logger.filters[:] = before
-
-
 @pytest.mark.parametrize("form", ["", "json"])
-def test_the_lines_of_a_process_say_whose_they_are_unless_they_do_so_themselves(lines, whose, monkeypatch, form):
+def test_the_lines_of_a_process_say_whose_they_are_unless_they_do_so_themselves(lines, monkeypatch, form):
     monkeypatch.setenv("RAYKV_LOG_FORMAT", form)
     log_life("disk_on", path="/d")
-    whose(store="s", node="n1")
+    tell_whose(store="s", node="n1")
     log_life("disk_on", path="/d")
     log_life("node_joined", node="n2")
     before, mine, other = map(json.loads if form else parsed, lines())
