@@ -245,7 +245,8 @@ def ask_all(methods: Mapping[str, Any], *args: Any, timeout_s: float) -> dict[st
         if isinstance(ref, KVStoreError):
             continue
         try:
-            asked[node] = answer(names[node], ref, max(0.1, deadline_s - time.monotonic()))
+            with ray_failures(f"{names[node]} (within {round(timeout_s, 3):g} s)"):  # it had that, beside the others
+                asked[node] = ray.get(ref, timeout=max(0.1, deadline_s - time.monotonic()))
         except KVStoreError as error:
             asked[node] = error
     return asked

@@ -123,12 +123,17 @@ def _started(store: Any) -> str:
         capacity += f" and {human_bytes(store.config.disk_capacity_bytes)} of disk"
     where = f"on {len(store.node_ids())} node(s) of the Ray at {store.address}"
     lines = [f"store {store.config.name!r} runs {where}, {capacity} each"]
+    if 0 < store.config.disk_capacity_bytes < store.config.capacity_bytes:
+        lines.append("the disk is smaller than the memory, so it keeps less than that for the next start")
     for tenant in store.config.tenants:
         for quota, has in (("max_bytes", "capacity_bytes"), ("max_disk_bytes", "disk_capacity_bytes")):
             most, room = getattr(tenant, quota), getattr(store.config, has)
-            if most is not None and most > room:
-                size = human_bytes(room) if room else "no disk tier"
-                lines.append(f"tenant {tenant.name}: {quota} of {human_bytes(most)} bounds nothing, a node has {size}")
+            if most is None or store.config.block_bytes <= most <= room:
+                continue
+            said = f"bounds nothing, a node has {human_bytes(room) if room else 'no disk tier'}"
+            if most <= room:
+                said = f"has no room for a slot of {human_bytes(store.config.block_bytes)}: this tenant keeps no block"
+            lines.append(f"tenant {tenant.name}: {quota} of {human_bytes(most)} {said}")
     return "\n".join(lines)
 
 

@@ -296,16 +296,19 @@ class StoreConfig:
 
     def differences(self, running: StoreConfig) -> str:
         """Return the settings in which a running store differs, each with both values, for an error."""
-        mine, theirs = asdict(self), asdict(running)
+        mine, theirs = self._by_name(), running._by_name()
         both = {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
         return ", ".join(f"{key}: wanted {one!r}, runs with {other!r}" for key, (one, other) in both.items())
 
     def chosen(self) -> str:
         """Return the settings that are not those of `StoreConfig()`, each as NAME=VALUE, as `--set` takes it."""
-        plain, mine = asdict(StoreConfig(name=self.name)), {**asdict(self), "tenants": quotas_by_name(self.tenants)}
-        changes = {key: value for key, value in mine.items() if value != plain[key] and value != {}}
+        plain, mine = StoreConfig(name=self.name)._by_name(), self._by_name()
+        changes = {key: value for key, value in mine.items() if value != plain[key]}
         words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
         return " ".join(f"{key}={shlex.quote(word)}" for key, word in words.items())
+
+    def _by_name(self) -> dict[str, object]:
+        return {**asdict(self), "tenants": json.dumps(quotas_by_name(self.tenants))}  # as `--set` takes it
 
 
 def socket_dir() -> Path:
@@ -326,11 +329,6 @@ def socket_dir() -> Path:
             f"mode {info.st_mode & 0o777:o}; remove it or set RAYKV_SOCKET_DIR"
         )
     return path
-
-
-def wants_json_logs() -> bool:
-    """Return whether the lines of kvstore.runtime.life are JSON."""
-    return os.environ.get("RAYKV_LOG_FORMAT", "").strip().lower() == "json"
 
 
 def set_ucx_lane(lane: str) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from kvstore.config import wants_json_logs
 from kvstore.runtime.guard import LogLimit
 
 logger = logging.getLogger("kvstore.life")
@@ -41,7 +40,7 @@ def log_life(event: str, *, level: int = logging.INFO, limit: LogLimit | None = 
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     line: dict[str, Any] = {"event": event, "time": now, "level": logging.getLevelName(level).lower()}
     line |= {"pid": os.getpid(), **{name: _short(value) for name, value in facts.items() if value is not None}}
-    logger.log(level, "%s", _Line(line, wants_json_logs()))
+    logger.log(level, "%s", _Line(line, _wants_json()))
 
 
 def tell_whose(**whose: str) -> None:
@@ -71,6 +70,10 @@ class _Line:
         if self.as_json:
             return json.dumps(self.facts)
         return " ".join(f"{name}={_word(value)}" for name, value in self.facts.items())
+
+
+def _wants_json() -> bool:
+    return os.environ.get("RAYKV_LOG_FORMAT", "").strip().lower() == "json"
 
 
 def _short(value: Any) -> str | int | float | bool:

@@ -247,3 +247,19 @@ class Lost:
 def test_a_call_that_cannot_be_sent_is_one_of_our_errors(initialised):
     with pytest.raises(PeerLost, match="directory: ConnectionError"):
         call("directory", Lost(), timeout_s=1.0)
+
+
+def test_one_that_is_looked_at_after_the_time_had_all_of_it(initialised, monkeypatch):
+    waited = []
+
+    def get(ref, timeout):
+        waited.append(timeout)
+        monkeypatch.setattr(calls.time, "monotonic", lambda: 1010.0)
+        raise ray_errors.GetTimeoutError("no answer")
+
+    monkeypatch.setattr(calls.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(calls, "begin", lambda what, method: method)
+    said = calls.ask_all({"n1": "ref1", "/0": "ref2"}, timeout_s=10.0)
+    assert waited == [10.0, 0.1]
+    assert str(said["/0"]).startswith("shard 0 of the directory (within 10 s): ")

@@ -204,6 +204,29 @@ def test_start_names_quotas_that_bound_nothing(monkeypatch):
     ]
 
 
+def test_start_names_quotas_below_a_slot_and_a_disk_below_the_memory(monkeypatch):
+    class Store:
+        address = "h:1"
+        config = kvstore.StoreConfig(
+            capacity_bytes=1 << 30,
+            block_bytes=1 << 20,
+            disk_path="/disk",
+            disk_capacity_bytes=1 << 29,
+            tenants={"a": {"max_bytes": "512KiB"}, "b": {"max_bytes": 1 << 20, "max_disk_bytes": "1KiB"}},
+        )
+
+        def node_ids(self):
+            return ["n1"]
+
+    monkeypatch.setattr(api, "start", lambda **_: Store())
+    no_room = "has no room for a slot of 1 MiB: this tenant keeps no block"
+    assert run("start").stdout.splitlines()[1:] == [
+        "the disk is smaller than the memory, so it keeps less than that for the next start",
+        f"tenant a: max_bytes of 512 KiB {no_room}",
+        f"tenant b: max_disk_bytes of 1 KiB {no_room}",
+    ]
+
+
 def started_with(monkeypatch, *words: str) -> dict:
     """What `kvstore start` gives to kvstore.start beside the settings that it always gives."""
     seen = {}
