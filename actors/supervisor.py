@@ -221,7 +221,7 @@ class Supervisor:
                 self._problems.pop(node_id, None)
                 continue
             if str(self._problems.get(node_id)) != str(error):
-                logger.warning("node %s has no store: %s", node_id, error)
+                log_life("node_without_store", level=logging.WARNING, node=node_id, reason=error)
             self._problems[node_id] = error
         self._log_changes(set(served), set(nodes))
         for shard in directory:

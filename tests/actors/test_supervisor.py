@@ -74,6 +74,25 @@ def test_whatever_ends_a_thread_the_node_is_seen_to_again(idle):
     assert idle.reconcile() == ["n"]
 
 
+def test_why_a_node_has_no_store_is_one_line_for_each_reason(idle, monkeypatch, caplog):
+    reasons = ["no memory", "no memory", "a folder of another user", None]
+
+    def fail(node_id, resources):
+        if reason := reasons.pop(0):
+            raise ConfigError(reason)
+
+    monkeypatch.setattr(idle, "_ensure_node_store", fail)
+    while reasons:
+        idle.reconcile()
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.life"]
+    said = [" ".join([line.split()[0], *line.partition(" store=")[2].split(" ", 1)]) for line in lines]
+    assert said == [
+        'event=node_without_store default node=n reason="no memory"',
+        'event=node_without_store default node=n reason="a folder of another user"',
+        "event=node_joined default node=n",
+    ]
+
+
 def test_all_that_ask_while_a_round_is_under_way_share_it(idle, monkeypatch):
     inside, go, rounds = threading.Event(), threading.Event(), []
 
