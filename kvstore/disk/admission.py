@@ -1,18 +1,116 @@
-"""Decide which blocks are worth a write to the disk. No locking here: the callers hold theirs.
+"""Decide which blocks are written to the disk, and what with them. No locking here: the callers hold theirs.
 
 Each block that is written wears the disk, and most blocks are never asked for again. With `disk_min_uses` a block is
 written when it was stored or used for the n-th time (the idea of Marconi's admission, and of RocksDB's and CacheLib's
 reuse filters). A budget bounds the bytes of a day in any case.
+
+A block is found only behind all those before it in its chain. So what a block lacks of these on the disk, and memory
+has, is written before it: the disk keeps chains without gaps, whatever was evicted there or left out before.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvstore.blocks.grants import HeldBlock
+from kvstore.pool.pool import Pool
 
 _KEY_BYTES = 8
 _DAY_S = 86400.0
 #: Of a day's budget: so much may be written at once after a quiet time.
 _BURST = 1 / 24
+#: Blocks that one turn of a thread writes at most, and one of so many of the memory: saves must find others to evict.
+MOST_BLOCKS, LEAST_SHARE = 256, 32
+#: Blocks of a chain that the disk may lack before one that is written. Behind more of them, none is.
+MOST_MISSING = 1024
+#: So many blocks are looked at under the lock of the memory's pool at once.
+_STEP = 256
+_MOST_POSTPONED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks to write: their slots of memory, and what was known of their namespace before they were pinned."""
+
+    namespace: bytes
+    slots: list[int]
+    num_clears: int
+    version: int
+    #: Of the first block, those of the others follow; 0 if the write takes the next ones.
+    generation: int = 0
+    #: False for a run of which memory cannot tell what is before it: it waits on the disk for that.
+    needs_parent: bool = True
+
+
+class Postponed:
+    """How many blocks a run that waits may lack in its next turn, by its first block: fewer each time.
+
+    Else two chains that the disk cannot hold together could take each other's places for ever. Of many, the oldest are
+    forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._most = dict[bytes, int]()
+
+    def take(self, first: bytes) -> int:
+        """Return the number for a run, and forget it."""
+        return self._most.pop(first, MOST_MISSING)
+
+    def note(self, first: bytes, num_missing: int) -> None:
+        """Note how many blocks a run lacks still."""
+        self._most[first] = num_missing
+        if len(self._most) > _MOST_POSTPONED:
+            del self._most[next(iter(self._most))]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A run of which the disk lacks what is before it: its first block, and how many may be missing."""
+
+    offer: Offer
+    first: HeldBlock
+    most_missing: int
+
+
+@dataclass(slots=True)
+class WriterCounts:
+    """Blocks that were written, left out by reason, and the bytes."""
+
+    num_written: int = 0
+    num_bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What the disk lacks of the blocks before one: slots of memory, from the root on.
+
+    `is_linked` says whether the disk has what is before these. Otherwise memory cannot tell: a block there is still
+    being written, and comes to the disk later.
+    """
+
+    slots: list[int]
+    is_linked: bool
+
+
+def missing_above(memory: Pool, disk: Pool, block: HeldBlock, most: int) -> Missing | None:
+    """Return what the disk lacks of the blocks before one of memory; None if these are more than `most`.
+
+    What others are writing to the disk now counts as there.
+    """
+    slots, own = list[int](), block.parent
+    while own != block.namespace and len(slots) <= most:
+        hashes, more, above = memory.climb(block.namespace, own, _STEP)
+        names = [*hashes, above]
+        here = disk.present(names, or_claimed=True)
+        end = next((at for at, name in enumerate(names) if name in here), None)
+        slots += more[:end]
+        if end is not None or (above != block.namespace and len(more) < _STEP):
+            return Missing(slots[::-1], end is not None) if len(slots) <= most else None
+        own = above
+    return Missing(slots[::-1], True) if len(slots) <= most else None
 
 
 class SeenFilter:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvstore.blocks.grants import HeldBlock
 from kvstore.disk.index_file import IndexFile
-from kvstore.disk.records import Record
-from kvstore.disk.slot_file import SlotFile
+from kvstore.disk.records import Record, checksum_of, pack_record
+from kvstore.disk.slot_file import RunPages, SlotFile
 from kvstore.pool.pool import Pool
+from kvstore.quotas import tag_of
 
 
 class Places:
@@ -73,3 +75,56 @@ class TierContext:
         """Return the first bytes of a slot of memory, writable; its owner must have the slot pinned or claimed."""
         begin = slot * self.slots.slot_bytes
         return self.memory[begin : begin + num_bytes]
+
+
+def records_of(
+    context: TierContext,
+    blocks: Sequence[HeldBlock],
+    disk_slots: Sequence[int],
+    generations: Iterable[int],
+    version: int,
+) -> list[Record]:
+    """Return the records of blocks of one namespace that are about to be written, and note them as their slots'.
+
+    Args:
+        context: of the tier.
+        blocks: pinned in memory, where their bytes are read.
+        disk_slots: claimed for them.
+        generations: new ones.
+        version: of the namespace's last clearing before the blocks were pinned.
+    """
+    num_bytes, records = context.num_bytes_of(blocks[0].namespace), list[Record]()
+    for block, disk_slot, generation in zip(blocks, disk_slots, generations, strict=True):
+        record = Record(
+            place=context.places.place[disk_slot],
+            generation=generation,
+            depth=block.depth,
+            version=version,
+            num_bytes=num_bytes,
+            block_hash=block.block_hash,
+            parent=block.parent,
+            namespace=block.namespace,
+            checksum=checksum_of(context.bytes_of(block.slot, num_bytes)),
+            tenant_tag=tag_of(block.tenant),
+        )
+        context.places.record[disk_slot] = record
+        records.append(record)
+    return records
+
+
+def write_blocks(
+    context: TierContext, pages: RunPages, records: Sequence[Record], slots: Sequence[int], *, sync: bool
+) -> None:
+    """Write blocks from slots of memory to their places, and then their records to the index.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    packed = [pack_record(context.tier_id, record) for record in records]
+    places, num_bytes = [record.place for record in records], context.slots.slot_bytes
+    pages.write(context.slots, places, packed, lambda at: context.bytes_of(slots[at], num_bytes))
+    if sync:
+        context.slots.sync()
+    context.index.write_all(records, packed)
+    if sync:
+        context.index.sync()

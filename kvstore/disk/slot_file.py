@@ -11,10 +11,11 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from kvstore.disk.records import PAGE_BYTES
+from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,59 @@ class SlotFile:
         """Close the file; call this once, when no call runs any more."""
         with contextlib.suppress(OSError):
             os.close(self.fd)
+
+
+class RunPages:
+    """Aligned pages for the records of blocks that are written together; one set for each thread that wrote at once.
+
+    Args:
+        most: blocks that are written together.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._free = most, list[mmap.mmap]()
+
+    def write(
+        self, slots: SlotFile, places: Sequence[int], records: Sequence[bytes], bytes_of: Callable[[int], memoryview]
+    ) -> None:
+        """Write blocks with their records to their places; neighbours with one call.
+
+        Args:
+            slots: the file.
+            places: of the blocks there.
+            records: of the blocks, packed.
+            bytes_of: returns the memory of the n-th block; it is released here.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        order = sorted(range(len(places)), key=places.__getitem__)
+        in_order = [places[at] for at in order]
+        with self._taken() as pages:
+            for begin, end in neighbours(in_order, MOST_BUFFERS // 2):
+                buffers, views = list[memoryview](), memoryview(pages)
+                for number, at in enumerate(order[begin:end], begin):
+                    page = views[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
+                    page[:RECORD_BYTES] = records[at]
+                    buffers += [page, bytes_of(at)]
+                try:
+                    slots.write(in_order[begin], buffers)
+                finally:
+                    while buffers:
+                        buffers.pop().release()
+                    views.release()
+
+    @contextmanager
+    def _taken(self) -> Iterator[mmap.mmap]:
+        try:
+            pages = self._free.pop()
+        except IndexError:
+            # An anonymous mapping is aligned. After its record each page stays zero.
+            pages = mmap.mmap(-1, PAGE_BYTES * self._most)
+        try:
+            yield pages
+        finally:
+            self._free.append(pages)  # The system takes a fault for each page of new ones.
 
 
 def neighbours(places: Sequence[int], most: int) -> list[tuple[int, int]]:

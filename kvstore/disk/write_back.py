@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvstore.blocks.grants import Victims
+from kvstore.disk.admission import Offer
 from kvstore.disk.places import TierContext
-from kvstore.disk.writer import OWNER, Offer, Writer
+from kvstore.disk.writer import OWNER, Writer
 from kvstore.runtime import clock
 
 #: How often it is looked whether the disk still works, while the rest is written at the end of a store.
@@ -84,10 +85,10 @@ class WriteBack:
         return has_found
 
     def _write(self, victims: Victims, claimed: Callable[[], None]) -> int:
-        pool = self._context.memory_pool
+        pool, stay = self._context.memory_pool, set[int]()
         try:
             for offer in self._offers(victims):
-                self._writer.write(offer, claimed)
+                stay.update(self._writer.write_behind(offer, claimed))
         except OSError:
             pool.release(victims.lease_id, OWNER)
             raise
@@ -95,7 +96,9 @@ class WriteBack:
             # An error of the program would come again: these must not be the first victims for ever.
             pool.evict_held(victims, OWNER)
             raise
-        num_gone = pool.evict_held(victims, OWNER)
+        # No stamp is negative: to the pool, those that need another turn were used meanwhile.
+        touches = [-1 if slot in stay else touch for slot, touch in zip(victims.slots, victims.touches, strict=True)]
+        num_gone = pool.evict_held(victims._replace(touches=touches), OWNER)
         self._context.changed()
         return num_gone
 

@@ -11,52 +11,38 @@ pinned, and the claim on the disk is refused if it has changed since (docs/adr/0
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 
-from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
+from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import SeenFilter, WriteBudget
-from kvstore.disk.places import TierContext
-from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, Record, checksum_of, pack_record
-from kvstore.disk.slot_file import MOST_BUFFERS, neighbours
+from kvstore.disk.admission import (
+    LEAST_SHARE,
+    MOST_BLOCKS,
+    Offer,
+    Postponed,
+    SeenFilter,
+    Waiting,
+    WriteBudget,
+    WriterCounts,
+    missing_above,
+)
+from kvstore.disk.places import TierContext, records_of, write_blocks
+from kvstore.disk.slot_file import RunPages
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
-from kvstore.quotas import tag_of
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
 OWNER = "disk-writer"
-#: Blocks and bytes that one turn of a thread writes, so that reads are not kept waiting.
-_MOST_BLOCKS, _MOST_BYTES = 256, 16 << 20
-#: And at most one of so many blocks of the memory.
-_LEAST_SHARE = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Blocks to write: their slots of memory, and what was known of their namespace before they were pinned."""
-
-    namespace: bytes
-    slots: list[int]
-    num_clears: int
-    version: int
-    #: Of the first block, those of the others follow; 0 if the write takes the next ones.
-    generation: int = 0
-
-
-@dataclass(slots=True)
-class WriterCounts:
-    """Blocks that were written, left out by reason, and the bytes."""
-
-    num_written: int = 0
-    num_bytes: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+#: Bytes that one turn of a thread writes, so that reads are not kept waiting.
+_MOST_BYTES = 16 << 20
+#: With "back", so many times as much before blocks that are about to be evicted.
+_MOST_STEPS = 16
 
 
 class Writer:
@@ -97,9 +83,8 @@ class Writer:
         self._queue: deque[Offer] = deque()
         #: Blocks that wait, and those of them that are being written now.
         self.num_queued = self.num_writing = 0
-        self.counts = WriterCounts()
-        #: For the records of runs; one for each thread that wrote at once.
-        self._pages = list[mmap.mmap]()
+        self.counts, self._postponed = WriterCounts(), Postponed()
+        self._pages = RunPages(MOST_BLOCKS)
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
         """Note blocks that became readable; `is_on_disk` if they come from there.
@@ -167,7 +152,9 @@ class Writer:
             if (offer := self._take()) is None:
                 return False
             try:
-                self.write(offer, turn.close)
+                waiting = self.write(offer, turn.close)
+                for each in waiting[::-1]:
+                    self._write_before(each, turn.close)
             finally:
                 with self._lock:
                     self.num_writing -= len(offer.slots)
@@ -195,151 +182,165 @@ class Writer:
         """Return how many blocks one turn of a thread may write."""
         # A turn that the budget never has at once would never be written.
         most_bytes = min(_MOST_BYTES, self._budget.most_bytes or _MOST_BYTES)
-        most = min(_MOST_BLOCKS, most_bytes // self._context.slots.stride_bytes)
+        most = min(MOST_BLOCKS, most_bytes // self._context.slots.stride_bytes)
         # Blocks that are being written are pinned: saves must find enough others to evict.
-        return max(1, min(most, self._context.memory_pool.num_slots // _LEAST_SHARE))
+        return max(1, min(most, self._context.memory_pool.num_slots // LEAST_SHARE))
 
-    def write(self, offer: Offer, claimed: Callable[[], None]) -> None:
+    def write(self, offer: Offer, claimed: Callable[[], None]) -> list[Waiting]:
         """Pin and write blocks; those that are not there any more, or on the disk already, are left out.
 
         Args:
             offer: the blocks.
-            claimed: called when the first of them have their places, and at most once for each run.
+            claimed: called when the first of them have their places, and more often.
+
+        Returns:
+            Runs of which the disk lacks what is before them; nothing of them was written.
 
         Raises:
-            OSError: the disk refused; the blocks of the run that it refused cannot be found there.
+            OSError: the disk refused; the blocks of that run cannot be found there.
         """
         context, pool = self._context, self._context.memory_pool
         try:
             context.num_bytes_of(offer.namespace)
         except InvalidRequest:  # Peers had blocks brought from the disk, and no client here has opened their namespace.
             self.drop("unknown_size", len(offer.slots))
-            return
+            return []
         self._before_write()
         lease_id, held = pool.hold(offer.slots, offer.namespace, OWNER)
         self.drop("evicted", len(offer.slots) - len(held))
         if not held:
-            return
+            return []
         try:
             wanted = [block for block in held if not block.is_low]
             self.drop("low_priority", len(held) - len(wanted))
-            for run in runs_of_held(wanted):
-                self._write_run(offer, run, claimed)
+            return [each for run in runs_of_held(wanted) if (each := self._write_run(offer, run, claimed))]
         finally:
             pool.release(lease_id, OWNER)
             context.changed()
 
-    def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
-        """Write one run of a chain; blocks of it that are on the disk already are not written again."""
+    def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> Waiting | None:
+        first = run[0]
+        with self._lock:
+            most_missing = self._postponed.take(first.block_hash)
+        try:
+            num_there, reason = self._write_part(offer, run, claimed, needs_parent=offer.needs_parent)
+        except ChainBroken:
+            slots = [block.slot for block in run]
+            generation = offer.generation and offer.generation + offer.slots.index(slots[0])
+            return Waiting(replace(offer, slots=slots, generation=generation), first, most_missing)
+        except BaseException:
+            self.drop("error", len(run))
+            raise
+        self.drop(reason, len(run) - num_there)
+        return None
+
+    def write_behind(self, offer: Offer, claimed: Callable[[], None]) -> list[int]:
+        """Write pinned blocks, and before them what the disk lacks; return the slots that need another turn."""
+        waiting = self.write(offer, claimed)
+        for _ in range(_MOST_STEPS if waiting else 0):
+            runs, waiting = waiting, []
+            for each in runs:
+                num_missing, reason, is_linked = self._write_missing(each, claimed)
+                if num_missing or reason == "evicted":  # or no room for a pin now
+                    waiting.append(each)
+                elif reason:
+                    self.drop(reason, len(each.offer.slots))
+                else:
+                    waiting += self.write(replace(each.offer, needs_parent=is_linked), claimed)
+        return [slot for each in waiting for slot in each.offer.slots]
+
+    def _write_before(self, waiting: Waiting, claimed: Callable[[], None]) -> None:
+        """Write what the disk lacks before a run, as much as goes into a turn; then the run is the next one."""
+        num_missing, reason, is_linked = self._write_missing(waiting, claimed)
+        if reason:
+            self.drop(reason, len(waiting.offer.slots))
+            return
+        with self._lock:
+            self._queue.appendleft(replace(waiting.offer, needs_parent=is_linked))
+            self.num_queued += len(waiting.offer.slots)
+            self._postponed.note(waiting.first.block_hash, num_missing)
+
+    def _write_missing(self, waiting: Waiting, claimed: Callable[[], None]) -> tuple[int, str, bool]:
+        """Write some of the blocks before a run.
+
+        Returns:
+            (how many are missing still, why the run is left out, whether its parent is on the disk before it).
+        """
+        pool, namespace = self._context.memory_pool, waiting.offer.namespace
+        missing = missing_above(pool, self._context.disk_pool, waiting.first, waiting.most_missing)
+        if missing is None or not waiting.most_missing:  # All was there, and is gone again.
+            return 0, "gap", True
+        lease_id, held = pool.hold(missing.slots[: self.num_in_turn()], namespace, OWNER)
+        try:
+            if any(block.is_low for block in held) or (missing.slots and not held):
+                return 0, "low_priority" if held else "evicted", True
+            is_linked = missing.is_linked
+            for run in runs_of_held(held):
+                num_there, reason = self._write_part(waiting.offer, run, claimed, needs_parent=is_linked)
+                if num_there < len(run):
+                    return 0, reason, True
+                is_linked = True
+            return len(missing.slots) - len(held), "", is_linked
+        except ChainBroken:
+            return 0, "disk_pool", True
+        except BaseException:
+            self.drop("error", len(waiting.offer.slots))
+            raise
+        finally:
+            pool.release(lease_id, OWNER)
+
+    def _write_part(
+        self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None], *, needs_parent: bool
+    ) -> tuple[int, str]:
+        """Write blocks that follow each other; those that are on the disk already are not written again.
+
+        Returns:
+            (how many of the leading blocks are on the disk now, or being written; why not the others).
+
+        Raises:
+            ChainBroken: the disk lacks what is before them; nothing changed.
+            OSError: the disk refused.
+        """
         context, pool = self._context, self._context.disk_pool
-        # What it builds on may be in memory alone: then the nearest that is on the disk stays for it.
-        above = [] if pool.present([run[0].parent]) else context.memory_pool.ancestors(run[0])
         try:
             ticket = pool.prepare_store(
-                chain_of(run), OWNER, needs_parent=False, num_clears=offer.num_clears, tenant=run[0].tenant,
-                ancestors=above,
-            )  # fmt: skip
-        except (PoolExhausted, ChainBroken) as error:
+                chain_of(run), OWNER, needs_parent=needs_parent, num_clears=offer.num_clears, tenant=run[0].tenant
+            )
+        except PoolExhausted as error:
             logger.debug("blocks are not written to disk: %s", error)
-            self.drop("disk_pool", len(run))
-            return
-        finally:
-            claimed()
-        self.drop("disk_full", ticket.num_refused)
+            return 0, "disk_pool"
+        claimed()
         if not ticket.write_id:
-            if ticket.num_clears != offer.num_clears:
-                self.drop("cleared", len(run))
-            return
+            is_cleared = ticket.num_clears != offer.num_clears
+            return (0, "cleared") if is_cleared else (len(run) - ticket.num_refused, "disk_full")
         try:
-            blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
-            if not self._take_budget(len(blocks) * context.slots.stride_bytes):
-                self.drop("budget", len(blocks))
+            indexes = ints_in(ticket.packed_indexes).tolist()
+            blocks = [run[index] for index in indexes]
+            with self._lock:
+                may_write = self._budget.take(len(blocks) * context.slots.stride_bytes, clock.now_s())
+            if not may_write:
                 pool.abort_store(ticket.write_id, OWNER)
-                return
-            records = self._records(offer, blocks, ticket)
-            packed = [pack_record(context.tier_id, record) for record in records]
-            self._write_slots(records, packed, blocks)
-            if self._sync:
-                context.slots.sync()
-            context.index.write_all(records, packed)
-            if self._sync:
-                context.index.sync()
+                return indexes[0], "budget"
+            numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots) if offer.generation}
+            new = iter(self.take_generations(sum(block.slot not in numbers for block in blocks)))
+            generations = [numbers[block.slot] if block.slot in numbers else next(new) for block in blocks]
+            records = records_of(context, blocks, ints_in(ticket.packed_slots).tolist(), generations, offer.version)
+            write_blocks(context, self._pages, records, [block.slot for block in blocks], sync=self._sync)
             num_published = pool.complete_store(ticket.write_id, OWNER)
         except BaseException:
             # The call has returned, so the disk writes no more to these slots. An old record in the index is harmless:
             # it is not the one that stands before the bytes now.
             pool.abort_store(ticket.write_id, OWNER)
-            self.drop("error", len(ticket.packed_indexes) // 4)
             raise
         with self._lock:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes
+        return len(run) - ticket.num_refused, "disk_full"
 
     def take_generations(self, count: int) -> range:
         """Return the next generations, which no block had before."""
         with self._lock:
             return self._context.places.take_generations(count)
-
-    def _take_budget(self, num_bytes: int) -> bool:
-        with self._lock:
-            return self._budget.take(num_bytes, clock.now_s())
-
-    def _records(self, offer: Offer, blocks: list[HeldBlock], ticket: StoreTicket) -> list[Record]:
-        context, num_bytes = self._context, self._context.num_bytes_of(offer.namespace)
-        disk_slots = ints_in(ticket.packed_slots).tolist()
-        records = list[Record]()
-        if offer.generation:
-            numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots)}
-            generations: Iterable[int] = [numbers[block.slot] for block in blocks]
-        else:
-            generations = self.take_generations(len(blocks))
-        for block, disk_slot, generation in zip(blocks, disk_slots, generations, strict=True):
-            record = Record(
-                place=context.places.place[disk_slot],
-                generation=generation,
-                depth=block.depth,
-                version=offer.version,
-                num_bytes=num_bytes,
-                block_hash=block.block_hash,
-                parent=block.parent,
-                namespace=block.namespace,
-                checksum=checksum_of(context.bytes_of(block.slot, num_bytes)),
-                tenant_tag=tag_of(block.tenant),
-            )
-            context.places.record[disk_slot] = record
-            records.append(record)
-        return records
-
-    def _write_slots(self, records: list[Record], packed: list[bytes], blocks: list[HeldBlock]) -> None:
-        context = self._context
-        order = sorted(range(len(records)), key=lambda at: records[at].place)
-        places = [records[at].place for at in order]
-        with self._take_pages() as pages:
-            for begin, end in neighbours(places, MOST_BUFFERS // 2):
-                buffers, views = list[memoryview](), memoryview(pages)
-                for number, at in enumerate(order[begin:end], begin):
-                    page = views[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
-                    page[:RECORD_BYTES] = packed[at]
-                    buffers += [page, context.bytes_of(blocks[at].slot, context.slots.slot_bytes)]
-                try:
-                    context.slots.write(places[begin], buffers)
-                finally:
-                    while buffers:
-                        buffers.pop().release()
-                    views.release()
-
-    @contextmanager
-    def _take_pages(self) -> Iterator[mmap.mmap]:
-        """Lend the pages for the records of one run; the system takes a fault for each page of new ones."""
-        try:
-            pages = self._pages.pop()
-        except IndexError:
-            # They need aligned memory, which an anonymous mapping has. After its record each page stays zero.
-            pages = mmap.mmap(-1, PAGE_BYTES * _MOST_BLOCKS)
-        try:
-            yield pages
-        finally:
-            self._pages.append(pages)
 
     def drop(self, reason: str, num_blocks: int) -> None:
         """Count blocks that are not written."""

@@ -18,7 +18,7 @@ from kvstore.pool.slots import SlotTable
 
 #: One of so many slots is lent to another tier beside the budget of pins. It must be able to copy blocks that are about
 #: to be evicted, however much its clients pin.
-_LENT_SHARE = 32
+_LENT_SHARE = 16
 
 
 @dataclass(slots=True)

@@ -61,7 +61,7 @@ class Pool:
     Args:
         num_slots: number of slots; 0 on a node to which no namespace has attached yet.
         max_pinned: how many slots leases may hold at once; beyond it, granted prefixes are shorter. What `hold` and
-            `hold_victims` pin has a 32nd of the slots beside it.
+            `hold_victims` pin has a 16th of the slots beside it.
         max_hard_pinned: how many of these slots hard pins may hold; half of `max_pinned` when None.
         epoch: the life of this pool's store; a random one when None.
         presence: updated with the chains that begin here.
@@ -206,7 +206,7 @@ class Pool:
             owner: of the lease; only this owner can release it.
 
         Returns:
-            The lease, and the pinned blocks as far as there is room; (0, []) when there is none. A 32nd of the slots
+            The lease, and the pinned blocks as far as there is room; (0, []) when there is none. A 16th of the slots
             can be pinned so where clients have used up the budget of pins.
         """
         with self._step("hold"):
@@ -295,7 +295,6 @@ class Pool:
         num_clears: int | None = None,
         retention: Retention = NORMAL,
         tenant: str = SHARED,
-        ancestors: Sequence[bytes] = (),
     ) -> StoreTicket:
         """Claim a slot for each missing block of a run, or join its writing in parts.
 
@@ -317,8 +316,6 @@ class Pool:
             retention: how much the blocks matter, until a time of the pool's clock. It raises that of blocks which are
                 here already, and never lowers it; of two ends the later one counts.
             tenant: of the writer; new blocks are its own.
-            ancestors: hashes above the run's parent, the nearest first. Where the parent is not here, the nearest of
-                them that is here is kept in its place: else new blocks could take the slots of their own beginning.
 
         Raises:
             ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
@@ -336,7 +333,7 @@ class Pool:
         _check_deadline(parts_deadline_s)
         terms = WriteTerms(
             owner=owner, part=part, num_parts=num_parts, deadline_s=deadline_s, parts_deadline_s=parts_deadline_s,
-            retention=retention, tenant=self._number_of(tenant), ancestors=ancestors,
+            retention=retention, tenant=self._number_of(tenant),
         )  # fmt: skip
         with self._step("prepare_store"):
             self._check_lives()
@@ -673,25 +670,31 @@ class Pool:
         parent, space = self.table.index.parent, self.table.index.space
         return [b"" if (above := parent[slot]) == space[slot].namespace else above for slot in slots]
 
-    def present(self, hashes: list[bytes]) -> set[bytes]:
-        """Return those of these hashes that can be found, in whatever namespace."""
+    def present(self, hashes: list[bytes], *, or_claimed: bool = False) -> set[bytes]:
+        """Return those of these hashes that can be found, in whatever namespace; or are being written, too."""
         wanted = set(hashes)
         if not wanted:
             return wanted
         with self._lock:
             # Of each namespace the smaller side is gone through, so that many namespaces do not hold the lock for long.
-            return set[bytes]().union(*(space.ready.keys() & wanted for space in self.table.index.spaces.values()))
+            spaces = self.table.index.spaces.values()
+            claimed = [space.writing.keys() & wanted for space in spaces if or_claimed]
+            return set[bytes]().union(*(space.ready.keys() & wanted for space in spaces), *claimed)
 
-    def ancestors(self, block: HeldBlock) -> list[bytes]:
-        """Return the hashes above a block's parent, the nearest first, as far as its chain can be found here."""
+    def climb(self, namespace: bytes, block_hash: bytes, most: int) -> tuple[list[bytes], list[int], bytes]:
+        """Go up a chain from a block, as far as blocks can be found here, and at most so many.
+
+        Returns:
+            (hashes, slots, the hash above the last of them), from the block itself on; the namespace is above a root.
+        """
         with self._lock:
-            index = self.table.index
-            ready, found = index.space_of(block.namespace).ready, list[bytes]()
-            slot = ready.get(block.parent)
-            while slot is not None:
-                found.append(index.parent[slot])
-                slot = ready.get(found[-1])
-            return found
+            index, hashes, slots = self.table.index, list[bytes](), list[int]()
+            ready = index.space_of(namespace).ready
+            while len(slots) < most and (slot := ready.get(block_hash)) is not None:
+                hashes.append(block_hash)
+                slots.append(slot)
+                block_hash = index.parent[slot]
+            return hashes, slots, block_hash
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""

@@ -40,7 +40,6 @@ class WriteTerms:
     parts_deadline_s: float = float("inf")
     retention: Retention = NORMAL
     tenant: int = 0
-    ancestors: Sequence[bytes] = ()
 
 
 @dataclass(slots=True)
@@ -103,8 +102,7 @@ class WriteTable(OwnedTable[_Write]):
         found = list(map(ready.get, hashes))
         under_way = [] if writing.keys().isdisjoint(hashes) else list(map(writing.get, hashes))
         index.check_depths(chain, hashes, found, under_way)
-        names = (chain.parent, *terms.ancestors) if chain.start else ()
-        above = next(([ready[own]] if own in ready else [] for own in names if own in ready or own in writing), [])
+        above = [ready[chain.parent]] if chain.start and chain.parent in ready else []
         num_wanted, paid = len(hashes), NO_SLOTS
         if self._tenants is not None:
             end, paid = self._tenants.payable(terms.tenant, above, found)
@@ -136,8 +134,8 @@ class WriteTable(OwnedTable[_Write]):
             touched = [parent, *run]
         listed_run = listed if slots is touched else index.claims.listed(touched)
         stamp = table.eviction.touched(listed_run, is_use=False, retention=terms.retention)
-        if end < len(hashes) or (above and chain.parent not in ready):
-            # Pinned blocks after a refused one, or above a missing one, are not touched: eviction may have passed them.
+        if end < len(hashes):
+            # Pinned blocks after a refused one are not touched, and eviction may have passed their place.
             stamp = 0
         write_id, generations = 0, b""
         if indexes:

@@ -8,15 +8,17 @@ readable in memory is written to the disk behind each request (kvstore.disk.writ
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
+from kvstore.disk.admission import LEAST_SHARE, MOST_BLOCKS, Postponed, missing_above
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record
 from kvstore.disk.restore import restore, usable
+from kvstore.errors import ChainBroken
 from kvstore.pool.pool import Pool
 from kvstore.replay.traces import Found, TierOutcome
 
@@ -40,6 +42,8 @@ class TierNode:
 
     def __init__(self, make_pool: MakePool, memory_blocks: int, disk_blocks: int) -> None:
         self._make_pool, self._memory_blocks, self._disk_blocks = make_pool, memory_blocks, disk_blocks
+        #: Of blocks of up to 64 KiB, as the writer of a real store takes them.
+        self._most_in_turn = max(1, min(MOST_BLOCKS, memory_blocks // LEAST_SHARE))
         self.num_evicted = self.num_disk_evicted = self.num_written = self.num_read = 0
         self.dropped: Counter[str] = Counter()
         #: The index file: the record that was written last at each place.
@@ -48,6 +52,7 @@ class TierNode:
 
     def _begin(self) -> None:
         self._offers: list[tuple[bytes, list[int]]] = []
+        self._postponed = Postponed()
         self.memory = self._make_pool(self._memory_blocks, self._offered if self._disk_blocks else None)
         self.disk, self._places = Pool(self._disk_blocks), Places(self._disk_blocks)
 
@@ -155,28 +160,62 @@ class TierNode:
 
     def write_behind(self) -> None:
         """Write what became readable in memory since the last call, in that order."""
-        offers, self._offers = self._offers, []
-        for namespace, slots in offers:
+        queue, self._offers = deque((*offer, True) for offer in self._offers), []
+        while queue:
+            namespace, slots, needs_parent = queue.popleft()
+            if len(slots) > self._most_in_turn:
+                queue.appendleft((namespace, slots[self._most_in_turn :], needs_parent))
+                slots = slots[: self._most_in_turn]
             lease_id, held = self.memory.hold(slots, namespace, _WRITER)
             self._drop("evicted", len(slots) - len(held))
-            for run in runs_of_held(held):
-                self._write(run)
+            runs = [(run, self._write(run, needs_parent)) for run in runs_of_held(held)]
             if held:
                 self.memory.release(lease_id, _WRITER)
+            for run, most_missing in runs[::-1]:
+                if most_missing is not None and (is_linked := self._write_before(run, most_missing)) is not None:
+                    queue.appendleft((namespace, [block.slot for block in run], is_linked))
 
-    def _write(self, run: list[HeldBlock]) -> None:
+    def _write(self, run: list[HeldBlock], needs_parent: bool) -> int | None:
+        """Write a run; if the disk lacks what is before it, write nothing and return how many blocks that may be."""
+        most_missing = self._postponed.take(run[0].block_hash)
+        try:
+            self._drop("disk_full", len(run) - self._write_part(run, needs_parent=needs_parent))
+        except ChainBroken:
+            return most_missing
+        return None
+
+    def _write_before(self, run: list[HeldBlock], most_missing: int) -> bool | None:
+        """Write what the disk lacks before a run, up to a turn of it; None if the run cannot wait for that.
+
+        Otherwise, return whether the run's parent is on the disk, or will be before it.
+        """
+        first, reason = run[0], "gap"
+        missing = missing_above(self.memory, self.disk, first, most_missing)
+        if missing is not None and most_missing:
+            lease_id, held = self.memory.hold(missing.slots[: self._most_in_turn], first.namespace, _WRITER)
+            num_there = self._write_part(held, needs_parent=missing.is_linked) if held else 0
+            self.memory.release(lease_id, _WRITER)
+            if num_there == len(held):
+                self._postponed.note(first.block_hash, len(missing.slots) - len(held))
+                return missing.is_linked or bool(held)
+            reason = "disk_full"
+        self._drop(reason, len(run))
+        return None
+
+    def _write_part(self, run: list[HeldBlock], *, needs_parent: bool) -> int:
+        """Write blocks that follow each other; return how many of the leading ones are on the disk now."""
         disk, places = self.disk, self._places
-        above = self.memory.ancestors(run[0])
-        ticket = disk.prepare_store(chain_of(run), _WRITER, needs_parent=False, ancestors=above)
-        self._drop("disk_full", ticket.num_refused)
+        ticket = disk.prepare_store(chain_of(run), _WRITER, needs_parent=needs_parent)
+        num_there = len(run) - ticket.num_refused
         if not ticket.write_id:
-            return
+            return num_there
         for index, slot in zip(
             ints_in(ticket.packed_indexes).tolist(), ints_in(ticket.packed_slots).tolist(), strict=True
         ):
             record = _record(run[index], places.place[slot], places.take_generations(1)[0])
             places.record[slot] = self._index[record.place] = record
         self.num_written += disk.complete_store(ticket.write_id, _WRITER)
+        return num_there
 
     def _drop(self, reason: str, num_blocks: int) -> None:
         if num_blocks:

@@ -35,28 +35,19 @@ def test_a_bad_block_is_taken_out_wherever_it_is(pool, at):
     assert pool.lookup(hashes) == 5
 
 
-def test_the_nearest_ancestor_that_is_here_is_kept_for_blocks_whose_parent_is_not(pool):
-    hashes = chain(*range(1, NUM_SLOTS + 5))
-    other = Pool(2 * NUM_SLOTS)
-    store(other, hashes)
-    store(pool, hashes.head(NUM_SLOTS))
-    rest = hashes.tail(NUM_SLOTS + 2)
-    (block,) = other.hold(read(other, hashes)[NUM_SLOTS + 2 : NUM_SLOTS + 3], SPACE, "writer")[1]
-    ancestors = other.ancestors(block)
-    assert ancestors[: NUM_SLOTS + 1] == list(hashes)[NUM_SLOTS::-1]
-    ticket = pool.prepare_store(rest, "writer", needs_parent=False, ancestors=ancestors)
-    assert (ticket.write_id, ticket.num_refused) == (0, 2), "all that could go are what these blocks build on"
-    assert pool.lookup(hashes) == NUM_SLOTS
-    pool.check_integrity()
-    # Blocks of others go, and the kept one can be evicted again afterwards.
-    pool.discard(read(pool, hashes)[NUM_SLOTS - 2 :])
-    ticket = pool.prepare_store(rest, "writer", needs_parent=False, ancestors=ancestors)
-    assert ticket.num_refused == 0
-    assert pool.complete_store(ticket.write_id, "writer") == 2
-    pool.check_integrity()
-    store(pool, chain(*range(100, 100 + NUM_SLOTS)))
-    assert pool.lookup(hashes) == 0
-    other.release_owner("writer")
+def test_a_chain_is_climbed_as_far_as_it_can_be_found(pool):
+    hashes, names = chain(*range(1, 7)), list(chain(*range(1, 7)))
+    store(pool, hashes.head(5))
+    slots = read(pool, hashes.head(5))
+    assert pool.climb(SPACE, names[4], 9) == (names[4::-1], slots[::-1], SPACE)
+    assert pool.climb(SPACE, names[4], 2) == (names[4:2:-1], slots[4:2:-1], names[2])
+    assert pool.climb(SPACE, names[5], 9) == ([], [], names[5])
+    ticket = pool.prepare_store(hashes, "writer")
+    assert pool.climb(SPACE, names[5], 9) == ([], [], names[5]), "it is being written"
+    pool.abort_store(ticket.write_id, "writer")
+    pool.discard([slots[1]])
+    assert pool.climb(SPACE, names[4], 9) == (names[4:1:-1], slots[4:1:-1], names[1])
+    assert pool.climb(bytes(32), names[4], 9) == ([], [], names[4])
 
 
 def test_absent_blocks_are_no_blocks(pool):

@@ -25,16 +25,9 @@ class PlainTier:
     def touch(self, blocks):
         self.kept = [block for block in self.kept if block not in blocks] + blocks[::-1]
 
-    def store(self, blocks, held=(), memory=()):
-        """Store the missing blocks of a run; return them, and how far the run reaches now.
-
-        Where the disk lacks what the run builds on, the nearest that it has is not evicted for it.
-        """
+    def store(self, blocks, held=()):
+        """Store the missing blocks of a run; return them, and how far the run reaches now."""
         above, new, reached = self.parents[blocks[0]], [], []
-        nearest = above
-        while nearest not in self.kept and nearest in memory:
-            nearest = self.parents[nearest]
-        held = {*held, nearest}
         for block in blocks:
             if block not in self.kept:
                 if len(self.kept) >= self.size and not self.evict_one({*held, *blocks, above}):
@@ -119,15 +112,20 @@ class PlainNode:
 
     def write_behind(self):
         offers, self.offers = self.offers, []
-        for offer in offers:
-            run = []
-            for block in [block for block in offer if block in self.memory.kept] if self.disk.size else []:
-                if run and self.parents[block] != run[-1]:
-                    self.num_written += len(self.disk.store(run, memory=self.memory.kept)[0])
-                    run = []
-                run.append(block)
-            if run:
-                self.num_written += len(self.disk.store(run, memory=self.memory.kept)[0])
+        for offer in offers if self.disk.size else []:
+            for block in [block for block in offer if block in self.memory.kept]:
+                self.write(block)
+
+    def write(self, block):
+        """Write a block, and before it those of its chain that the disk lacks, as far as there is room."""
+        chain = [block]
+        while (above := self.parents[chain[-1]]) is not None and above not in self.disk.kept:
+            chain.append(above)
+        for each in chain[::-1]:
+            new, reached = self.disk.store([each])
+            self.num_written += len(new)
+            if not reached:
+                break
 
 
 def plain(trace, memory_blocks, disk_blocks, num_nodes, restart_at=0):
