@@ -33,7 +33,7 @@ from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch, s
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
-from kvstore.runtime.life import log_life
+from kvstore.runtime.life import Whole, log_life
 from kvstore.runtime.threads.own_thread import on_thread
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Supervisor:
         self._running: dict[str, Future[None]] = {}
         if watch:
             threading.Thread(target=self._watch, name="raykv-supervisor", daemon=True).start()
-        log_life("supervisor_started", store=self._config.name, version=own_version(), settings=self._config.chosen())
+        log_life("supervisor_started", version=own_version(), settings=Whole(self._config.chosen()))
 
     @ray.method(concurrency_group=ASKED)
     def config(self) -> dict[str, Any]:
