@@ -44,7 +44,7 @@ def show_status(stats: dict[str, Any], config: StoreConfig) -> None:
         f"store [bold]{stats['name']}[/]: {num_serving} of {len(known)} nodes serve, "
         f"{f'{num_draining} draining, ' if num_draining else ''}{human_bytes(config.capacity_bytes)} each"
     )
-    click.echo(f"settings: {config.chosen() or 'the defaults'}")  # As it is: rich changes tabs.
+    click.echo(f"settings: {config.chosen() or 'the defaults'}", color=True)  # As it is: rich changes tabs.
     for line in _directory_lines(stats.get("directory", [])):
         out.print(line)
     for node in known:

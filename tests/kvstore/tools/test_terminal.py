@@ -47,7 +47,9 @@ def test_the_settings_that_are_not_the_defaults_are_shown_as_set_takes_them(caps
     assert StoreConfig(name="s", **settings_of(given)) == config
 
 
-@pytest.mark.parametrize("path", ["/m/:cd:/x", "/a\tb", "/a  b", "/a[b]c", "/x\\[red]y", "/q\"q'", "/" + "x" * 300])
+@pytest.mark.parametrize(
+    "path", ["/m/:cd:/x", "/a\tb", "/a  b", "/a[b]c", "/x\\[red]y", "/q\"q'", "/\x1b[31mred", "/" + "x" * 300]
+)
 def test_settings_are_shown_as_they_are_whatever_signs_they_have(capsys, path):
     config = StoreConfig(disk_path=path, disk_capacity_bytes=1 << 30)
     show_status({"name": "s", "nodes": {}, "without_store": [], "problems": {}, "starting": {}}, config)
