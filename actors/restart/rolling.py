@@ -164,6 +164,12 @@ def _has_ended(round_: Any) -> bool:
     return True
 
 
+def _has_left(node_id: str) -> bool:
+    with contextlib.suppress(KVStoreError):  # A cluster that says nothing has not said that the node left.
+        return node_id not in alive_nodes()
+    return False
+
+
 def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before: str) -> dict[str, Any]:
     """Wait until the node has another store that serves and whose mover is ready; return how it began.
 
@@ -189,5 +195,7 @@ def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before
             last = str(error)
         if (problem := _hopeless(supervisor, node_id)) not in ("", before):
             raise StoreUnavailable(problem)
+        if _has_left(node_id):
+            raise StoreUnavailable("it left the cluster while it was restarted")
         time.sleep(0.1)
     raise StoreUnavailable(f"no store in {_SERVES_S:g} s: {last}")
