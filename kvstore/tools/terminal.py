@@ -120,7 +120,7 @@ def _tenant_line(name: str, tenant: dict[str, int | None]) -> str:
     shares.append("hand-offs " + tenant_share(tenant, "handoffs"))
     line = f"{name}: {', '.join(shares)}, evicted {tenant['num_evicted']:,}"
     if tenant["num_evicted_by_quota"]:
-        line += f", {tenant['num_evicted_by_quota']:,} for its own blocks"
+        line += f", {tenant['num_evicted_by_quota']:,} by quota"
     said = tenant_refusals(tenant)
     return f"{line}   [yellow]refused: {said}[/]" if said else line
 
