@@ -154,7 +154,7 @@ def test_a_supervisor_that_is_stopped_in_a_round_calls_no_node_lost(kept, caplog
     caplog.clear()
 
     def stopped():
-        supervisor._stopping.set()
+        supervisor.stop()
         return dict(nodes)
 
     monkeypatch.setattr(module, "alive_nodes", stopped)
