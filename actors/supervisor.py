@@ -33,13 +33,12 @@ from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch, s
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
-from kvstore.runtime.life import log_life
+from kvstore.runtime.life import Whole, log_life
 from kvstore.runtime.threads.own_thread import on_thread
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S = 2.0
-_CALL_S = 5.0
+_PERIOD_S, _CALL_S = 2.0, 5.0
 #: Threads of the supervisor that only answer, so that rounds, in which callers wait, cannot delay answers.
 ASKED = "asked"
 ASKED_GROUP = {ASKED: 4}
@@ -64,10 +63,9 @@ class Supervisor:
         self._config = StoreConfig.from_json(config_json)
         show_life(store=self._config.name)
         self._starter = starter
-        #: Nodes whose store served in the last round.
-        self._served: set[str] = set()
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        #: Nodes whose store served in the last round, and those whose store a restart ends, which is no loss.
+        self._served, self._planned = set[str](), set[str]()
+        self._lock, self._stopping = threading.Lock(), threading.Event()
         #: By node, why it has no store.
         self._problems: dict[str, BaseException] = {}
         #: Time of the last message of each waiting call of `start`, in order of arrival; the starter's stays.
@@ -82,7 +80,7 @@ class Supervisor:
         self._running: dict[str, Future[None]] = {}
         if watch:
             threading.Thread(target=self._watch, name="raykv-supervisor", daemon=True).start()
-        log_life("supervisor_started", store=self._config.name, version=own_version(), settings=self._config.chosen())
+        log_life("supervisor_started", version=own_version(), settings=Whole(self._config.chosen()))
 
     @ray.method(concurrency_group=ASKED)
     def config(self) -> dict[str, Any]:
@@ -147,8 +145,10 @@ class Supervisor:
         return {node_id: str(error) for node_id, error in dict(self._problems).items()}
 
     @ray.method(concurrency_group=ASKED)
-    def hopeless(self) -> dict[str, str]:
-        """Return the `problems` that stay as long as the settings do."""
+    def hopeless(self, ends: str = "") -> dict[str, str]:
+        """Return the `problems` that stay as long as the settings do; a restart says which node's store it ends now."""
+        if ends:
+            self._planned.add(ends)
         problems = dict(self._problems).items()
         return {node_id: str(error) for node_id, error in problems if isinstance(error, ConfigError)}
 
@@ -161,9 +161,8 @@ class Supervisor:
             return {}
         with ray_failures("nodes"):
             free = available_resources_per_node()  # type: ignore[no-untyped-call]
-        text, wanted = "its store is still being made", self._config.capacity_bytes
-        left = {node: int(free.get(node, {}).get("memory", 0)) for node in made}
-        lacks = "; it wants {} bytes of Ray memory, free there are {}"
+        text, lacks = "its store is still being made", "; it wants {} bytes of Ray memory, free there are {}"
+        left, wanted = {node: int(free.get(node, {}).get("memory", 0)) for node in made}, self._config.capacity_bytes
         return {node: text + (lacks.format(wanted, left[node]) if left[node] < wanted else "") for node in made}
 
     @ray.method(concurrency_group=ASKED)
@@ -209,6 +208,8 @@ class Supervisor:
         wait(directory, _ROUND_S)
         ensured = {node_id: self._begin(node_id, self._ensure_node_store, node_id, nodes[node_id]) for node_id in nodes}
         wait(ensured.values(), _ROUND_S)
+        if self._stopping.is_set():  # What it did not see to any more is not lost.
+            return []
         self._checked = {node_id: own for node_id, own in self._checked.items() if node_id in nodes}
         self._serving.keep({*self._shards(), *(self._name("node", node_id) for node_id in nodes)})
         served = []
@@ -232,7 +233,7 @@ class Supervisor:
     def _log_changes(self, served: set[str], alive: set[str]) -> None:
         for node_id in sorted(served - self._served):
             log_life("node_joined", store=self._config.name, node=node_id)
-        for node_id in sorted(self._served - served):
+        for node_id in sorted(self._served - served - (self._planned & alive)):
             gone = "its store is being made again" if node_id in alive else "left the cluster"
             self._log_lost(node_id, self._problems.get(node_id, gone))
         self._served = served
@@ -278,15 +279,13 @@ class Supervisor:
                 pause_s = guard.failed(error)
 
     def _ensure_directory(self, number: int = 0) -> None:
-        name, what = shard_name(self._config.name, number), "the directory"
-        if self._config.num_directory_shards > 1:
-            what = f"shard {number} of the directory"
+        name, is_split = shard_name(self._config.name, number), self._config.num_directory_shards > 1
+        what = f"shard {number} of the directory" if is_split else "the directory"
         if self._serving_actor(name, what, may_restart=True) is None:
             # Ray restarts the directory; this makes the first one, and another one if Ray has given up.
             is_first = set(actors_of(self._config.name)) <= {self._name("supervisor"), *self._shards()}
             options: dict[str, Any] = {"max_restarts": -1, "max_concurrency": 8}
-            if self._config.num_directory_shards > 1:
-                options["scheduling_strategy"] = "SPREAD"
+            options |= {"scheduling_strategy": "SPREAD"} if is_split else {}
             _make(name, Directory, HEALTH_GROUP, (is_first, number, self._config.to_json()), **options)
 
     def _serving_actor(self, name: str, what: str, *, may_restart: bool) -> Any:
@@ -303,9 +302,10 @@ class Supervisor:
         if handle is not None:
             self._check_settings(node_id, handle)
             return
-        if node_id in self._served:
-            self._served.discard(node_id)  # The next one counts as joined.
+        if node_id in self._served - self._planned:
             self._log_lost(node_id, "its store ended; another one is made")
+        self._served.discard(node_id)  # The next one counts as joined.
+        self._planned.discard(node_id)
         wanted, room = self._config.capacity_bytes, resources.get("memory", 0.0)
         if wanted > room:
             raise ConfigError(

@@ -90,7 +90,7 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
         elif old is not None:
             holder, where = _make_holder(name, node_id, wait_s)
             why_cold = _give(old, where, wait_s) if holder is not None else f"no process can hold the memory: {where}"
-        before = _hopeless(supervisor, node_id)
+        before = _hopeless(supervisor, node_id, ends=node_id)
         if old is not None:
             _end(path, old)
         said = _wait_for_next(path, node_id, None if old is None else old._actor_id, supervisor, before)
@@ -146,10 +146,13 @@ def _end(path: str, old: Any) -> None:
         ray.kill(old)
 
 
-def _hopeless(supervisor: Any, node_id: str) -> str:
-    """Return why a node can have no store with these settings; "" if nothing is known."""
+def _hopeless(supervisor: Any, node_id: str, *, ends: str = "") -> str:
+    """Return why a node can have no store with these settings; "" if nothing is known.
+
+    `ends` is the node whose store ends now: so the supervisor does not call it lost.
+    """
     with contextlib.suppress(KVStoreError):
-        return str(call("supervisor", supervisor.hopeless, timeout_s=_CALL_S).get(node_id, ""))
+        return str(call("supervisor", supervisor.hopeless, ends, timeout_s=_CALL_S).get(node_id, ""))
     return ""
 
 
@@ -159,6 +162,12 @@ def _has_ended(round_: Any) -> bool:
             return False
         answer("supervisor", round_, 0.0)
     return True
+
+
+def _has_left(node_id: str) -> bool:
+    with contextlib.suppress(KVStoreError):  # A cluster that says nothing has not said that the node left.
+        return node_id not in alive_nodes()
+    return False
 
 
 def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before: str) -> dict[str, Any]:
@@ -186,5 +195,7 @@ def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before
             last = str(error)
         if (problem := _hopeless(supervisor, node_id)) not in ("", before):
             raise StoreUnavailable(problem)
+        if _has_left(node_id):
+            raise StoreUnavailable("it left the cluster while it was restarted")
         time.sleep(0.1)
     raise StoreUnavailable(f"no store in {_SERVES_S:g} s: {last}")

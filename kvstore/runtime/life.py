@@ -22,6 +22,10 @@ _MOST_CHARS = 300
 _NUM_FIRST = 4
 
 
+class Whole(str):
+    """Text that a line has unchanged, whatever its length; other text is cut, and its spaces are made one."""
+
+
 def log_life(event: str, *, level: int = logging.INFO, limit: LogLimit | None = None, **facts: Any) -> None:
     """Log one event. It goes to the logger "kvstore.life", and never raises.
 
@@ -29,7 +33,8 @@ def log_life(event: str, *, level: int = logging.INFO, limit: LogLimit | None = 
         event: its name, of small letters.
         level: of the line.
         limit: for events that a client could cause without end; the next line says how many were held back.
-        facts: what is known of it: text, numbers, or None for what is left out. No secrets, tokens or salts.
+        facts: what is known of it: text, `Whole` text, numbers, or None for what is left out. No secrets, tokens or
+            salts.
     """
     if not logger.isEnabledFor(level):
         return
@@ -77,7 +82,7 @@ def _wants_json() -> bool:
 
 
 def _short(value: Any) -> str | int | float | bool:
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int | float | Whole):
         return value
     text = " ".join(str(value).split())
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."

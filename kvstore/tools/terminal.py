@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
@@ -35,7 +36,7 @@ _COLOUR = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
 def show_status(stats: dict[str, Any], config: StoreConfig) -> None:
     """Print a store's settings and statistics; "without_store" has the ids of nodes that have no store."""
-    out, nodes = Console(highlight=False, soft_wrap=True), stats["nodes"]
+    out, nodes = Console(highlight=False, soft_wrap=True, emoji=False), stats["nodes"]
     known = sorted({*nodes, *stats["without_store"]})
     num_draining = sum(bool(node.get("draining")) for node in nodes.values())
     num_serving = sum("error" not in node for node in nodes.values()) - num_draining
@@ -43,7 +44,7 @@ def show_status(stats: dict[str, Any], config: StoreConfig) -> None:
         f"store [bold]{stats['name']}[/]: {num_serving} of {len(known)} nodes serve, "
         f"{f'{num_draining} draining, ' if num_draining else ''}{human_bytes(config.capacity_bytes)} each"
     )
-    out.print(f"settings: {escape(config.chosen()) or 'the defaults'}")
+    click.echo(f"settings: {config.chosen() or 'the defaults'}", color=True)  # As it is: rich changes tabs.
     for line in _directory_lines(stats.get("directory", [])):
         out.print(line)
     for node in known:
@@ -119,7 +120,7 @@ def _tenant_line(name: str, tenant: dict[str, int | None]) -> str:
     shares.append("hand-offs " + tenant_share(tenant, "handoffs"))
     line = f"{name}: {', '.join(shares)}, evicted {tenant['num_evicted']:,}"
     if tenant["num_evicted_by_quota"]:
-        line += f", {tenant['num_evicted_by_quota']:,} for its own blocks"
+        line += f", {tenant['num_evicted_by_quota']:,} by quota"
     said = tenant_refusals(tenant)
     return f"{line}   [yellow]refused: {said}[/]" if said else line
 

@@ -25,9 +25,10 @@ _COLUMNS = (
     ("GB/s in", "save peer disk handoff"), ("GB/s out", "load peer disk handoff"), ("leases, pins", "oldest"),
     ("queues", "loads threads disk"), ("evicted/s", ""),
 )  # fmt: skip
-#: Of tenants: heading of a share, and what it is of.
-_SHARES = {"memory": "bytes", "pinned": "pinned_bytes", "disk": "disk_bytes", "hand-offs": "handoffs"}
-_TENANT_RATES = ("evicted_per_s", "by_quota_per_s")
+#: Of tenants: heading of a share, and what it is of; then of the rates. They are narrow, as names are shown whole.
+_SHARES = {"memory": "bytes", "pinned": "pinned_bytes", "disk": "disk_bytes", "hand-\noffs": "handoffs"}
+_TENANT_RATES = {"evicted\n/s": "evicted_per_s", "by\nquota/s": "by_quota_per_s"}
+_MOST_NAME_CHARS = 40
 #: More than any table of `top` needs.
 _WIDEST = 1000
 
@@ -188,19 +189,25 @@ def table_of(name: str, rows: list[dict[str, Any]], console: Console) -> Rendera
 
 
 def _tenant_table(rows: list[dict[str, Any]]) -> Table:
+    is_one = len(rows) == 1
     found = [(row["node"], name, tenant) for row in rows for name, tenant in row.get("tenants", {}).items()]
     shares = dict(_SHARES)
     if not any(tenant["num_disk_bytes"] or tenant["max_disk_bytes"] for _, _, tenant in found):
         del shares["disk"]
     table = Table(title="tenants", title_justify="left")
-    for number, heading in enumerate(("node", "tenant", *shares, "evicted/s", "own/s")):
-        table.add_column(heading, justify="left" if number < 2 else "right")
+    if not is_one:
+        table.add_column("node")
+    # Whole, because two names may begin alike.
+    longest = max(len(name) for _, name, _ in found)
+    table.add_column("tenant", no_wrap=True, min_width=min(longest, _MOST_NAME_CHARS))
+    for heading in (*shares, *_TENANT_RATES):
+        table.add_column(heading, justify="right")
     for node, name, tenant in found:
         table.add_row(
-            node[:12],
+            *(() if is_one else (node[:12],)),
             name,
             *(tenant_share(tenant, what) for what in shares.values()),
-            *map(_rate, (tenant[key] for key in _TENANT_RATES)),
+            *map(_rate, (tenant[key] for key in _TENANT_RATES.values())),
         )
     return table
 

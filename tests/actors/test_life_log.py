@@ -67,6 +67,17 @@ def test_the_actors_of_a_store_write_its_life_to_their_logs(
         pid = ray.get(supervisor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
         assert lines_of(pid)[0].endswith('settings="capacity_bytes=8388608 lease_ttl_s=3.0"')
 
+        # A planned end is no loss, also where the supervisor has seen the store already.
+        eventually(lambda: all(node in "".join(lines_of(pid)) for node in node_ids), 30)
+        log = Path(os.readlink(f"/proc/{pid}/fd/2"))
+        store.restart()
+        assert "node_lost" not in log.read_text()
+        supervisor = ray.get_actor(f"raykv/{NAME}/supervisor", namespace="raykv")
+        pid = ray.get(supervisor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+        eventually(lambda: all(node in "".join(lines_of(pid)) for node in node_ids), 30)
+        assert "node_lost" not in "".join(lines_of(pid))
+        after = store.stats()["nodes"][node_ids[0]]["pid"]
+
         # A store that was killed is lost, also if another one is there before anybody looks.
         eventually(lambda: node_ids[0] in [words(line).get("node") for line in lines_of(pid)], 30)
         before = len(lines_of(pid))

@@ -93,6 +93,75 @@ def test_why_a_node_has_no_store_is_one_line_for_each_reason(idle, monkeypatch, 
     ]
 
 
+@pytest.fixture
+def kept(monkeypatch):
+    """Makes a supervisor of two nodes whose stores are in `alive`; "seen" is what its life lines say."""
+    alive, nodes = {"n", "m"}, {"n": {"memory": 1e12}, "m": {"memory": 1e12}}
+    monkeypatch.setattr(module, "alive_nodes", lambda: dict(nodes))
+    monkeypatch.setattr(module, "NodeAffinitySchedulingStrategy", lambda node_id, soft: node_id)
+    monkeypatch.setattr(module, "_make", lambda name, *arguments, **options: alive.add(name[-1]))
+    made = Supervisor(StoreConfig(capacity_bytes=1 << 20).to_json(), watch=False)
+    monkeypatch.setattr(made, "_ensure_directory", lambda number: None)
+    monkeypatch.setattr(made, "_check_settings", lambda node_id, handle: None)
+    monkeypatch.setattr(made, "_serving_actor", lambda name, *args, **options: name if name[-1] in alive else None)
+    made.reconcile()
+    return made, alive, nodes
+
+
+def changes_in(caplog):
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.life"]
+    caplog.clear()
+    return [" ".join((line.split()[0].partition("=")[2], line.partition(" node=")[2])) for line in lines]
+
+
+def test_a_store_that_a_restart_ends_is_not_lost_but_the_next_one_is_if_it_ends(kept, caplog):
+    supervisor, alive, _ = kept
+    caplog.clear()
+    assert supervisor.hopeless("n") == {}
+    supervisor.reconcile()  # It serves on until its end.
+    alive.discard("n")
+    supervisor.reconcile()
+    assert changes_in(caplog) == ["node_joined n"]
+    alive.discard("n")
+    supervisor.reconcile()
+    assert changes_in(caplog) == ['node_lost n reason="its store ended; another one is made"', "node_joined n"]
+
+
+def test_a_store_that_does_not_serve_while_a_restart_ends_it_is_not_lost_but_a_node_that_leaves_is(
+    kept, caplog, monkeypatch
+):
+    supervisor, _, nodes = kept
+    caplog.clear()
+    supervisor.hopeless("n")
+
+    def is_silent(name, *args, **options):
+        raise TransferTimeout("says nothing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "_serving_actor", is_silent)
+        supervisor.reconcile()
+    said = [line for line in changes_in(caplog) if "without" not in line]
+    assert said == ['node_lost m reason="says nothing"']
+    supervisor.reconcile()
+    assert changes_in(caplog) == ["node_joined m", "node_joined n"]
+    del nodes["n"]
+    supervisor.reconcile()
+    assert changes_in(caplog) == ['node_lost n reason="left the cluster"']
+
+
+def test_a_supervisor_that_is_stopped_in_a_round_calls_no_node_lost(kept, caplog, monkeypatch):
+    supervisor, _, nodes = kept
+    caplog.clear()
+
+    def stopped():
+        supervisor.stop()
+        return dict(nodes)
+
+    monkeypatch.setattr(module, "alive_nodes", stopped)
+    assert supervisor.reconcile() == []
+    assert changes_in(caplog) == []
+
+
 def test_all_that_ask_while_a_round_is_under_way_share_it(idle, monkeypatch):
     inside, go, rounds = threading.Event(), threading.Event(), []
 

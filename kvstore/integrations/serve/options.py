@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -111,25 +111,34 @@ def _require(fits: bool, name: str, wanted: str, options: RouterOptions) -> None
         raise ConfigError(f"request_router_kwargs[{name!r}]: wanted {wanted}, got {getattr(options, name)!r}")
 
 
-def check_routers(args: object, read: Callable[[str], Any] = lambda path: None) -> None:
+def check_routers(args: Any, read: Callable[[str], Any] = lambda path: None) -> Any:
     """Check the options of each `PrefixRouter` in the arguments of a builder of `ray.serve.llm`.
 
     Args:
         args: of the builder. A config in it may be a mapping, a path, or what Ray makes of these.
         read: returns what Ray makes of a path.
 
+    Returns:
+        The arguments, with a list of `llm_configs` in place of what can be looked through once only.
+
     Raises:
         ConfigError: the arguments are no mapping, or a router would refuse its options.
     """
     if not isinstance(args, Mapping):
         raise ConfigError(f"args: wanted a mapping, as of a Serve config file, got {clip(args)}")
-    configs = args.get("llm_configs", ())
-    for given in (args.get("prefill_config"), args.get("decode_config"), *(configs if _is_list(configs) else ())):
+    configs = args.get("llm_configs")
+    if isinstance(configs, Iterable) and not isinstance(configs, str | bytes | Mapping):
+        configs = list(configs)
+        args = {**args, "llm_configs": configs}
+    else:
+        configs = []  # Ray refuses it, or takes none.
+    for given in (args.get("prefill_config"), args.get("decode_config"), *configs):
         config = read(given) if isinstance(given, str) else given
         router = _at(config, "deployment_config", "request_router_config")
         if _is_ours(_at(router, "request_router_class")):
             options = _at(router, "request_router_kwargs")
             RouterOptions.parse({} if options is None else options)
+    return args
 
 
 def _is_ours(router: object) -> bool:
@@ -137,10 +146,6 @@ def _is_ours(router: object) -> bool:
         router if isinstance(router, str) else f"{getattr(router, '__module__', '')}.{getattr(router, '__name__', '')}"
     )
     return name.replace(":", ".") in _ROUTERS
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
 
 
 def _at(found: Any, *keys: str) -> Any:

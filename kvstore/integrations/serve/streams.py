@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 
 logger = logging.getLogger(__name__)
 
@@ -18,15 +18,37 @@ async def whole_or_error(chunks: AsyncGenerator[str, None]) -> AsyncIterator[str
 
     The status of the answer was sent long before. OpenAI's clients raise an APIError for such a chunk.
     """
-    is_whole, why = False, ""
+    last, is_whole, why, num_cancels = "\n", False, "", _num_cancels()
     try:
-        async with aclosing(chunks):  # At once when the client goes: the engine then aborts the request.
+        try:
             async for chunk in chunks:
-                is_whole = is_whole or chunk.strip().endswith(_DONE)
+                is_whole, last = is_whole or chunk.strip().endswith(_DONE), chunk or last
                 yield chunk
-    except Exception as error:  # noqa: BLE001 - whatever Ray raises, the client has to hear that it is not all.
-        why = f" ({type(error).__name__})"
-        logger.warning("a stream ended early: %s", error)
+        except Exception as error:
+            if _num_cancels() > num_cancels:  # The client has gone; Ray raises another error for that.
+                raise asyncio.CancelledError from error
+            why = f" ({type(error).__name__})"
+            logger.warning("a stream ended early: %s", error)
+    finally:
+        await _close(chunks)  # At once when the client goes: the engine then aborts the request.
     if not is_whole:
         found = {"message": _LOST + why, "type": "InternalServerError", "param": None, "code": 500}
-        yield f"data: {json.dumps({'error': found})}\n\n"
+        begin = "" if last.endswith("\n") else "\n\n"  # It is no part of a line that was cut off.
+        yield f"{begin}data: {json.dumps({'error': found})}\n\n"
+
+
+async def _close(chunks: AsyncGenerator[str, None]) -> None:
+    """Close a stream; its errors are logged, because nobody hears them any more."""
+    num_cancels = _num_cancels()
+    try:
+        await chunks.aclose()
+    except Exception as error:
+        logger.warning("a stream could not be closed: %s", error)
+        if _num_cancels() > num_cancels:
+            raise asyncio.CancelledError from error
+
+
+def _num_cancels() -> int:
+    """Return how often the task that runs this was cancelled."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()

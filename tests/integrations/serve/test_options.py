@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,16 @@ def test_options_in_what_ray_makes_of_a_config_or_of_a_path_are_checked_too(wron
             check_routers({"decode_config": config_})
     with pytest.raises(ConfigError, match="request_router_kwargs"):
         check_routers({"llm_configs": ["/a/path"]}, {"/a/path": made}.get)
+
+
+@pytest.mark.parametrize("of", [tuple, iter, deque, lambda configs: dict.fromkeys(range(1), configs[0]).values()])
+def test_any_iterable_of_configs_is_checked_and_left_for_ray(of):
+    wrong = config(request_router_class=ROUTERS[0], request_router_kwargs={"hint_ttl": 60})
+    with pytest.raises(ConfigError, match="hint_ttl"):
+        check_routers({"llm_configs": of([wrong])})
+    right = config(request_router_class=ROUTERS[0], request_router_kwargs={"tokenizer": "x"})
+    given = {"llm_configs": of([right]), "runner": 1}
+    assert check_routers(given) == {"llm_configs": [right], "runner": 1}
 
 
 @pytest.mark.parametrize("args", [None, ["x"], "x", 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -69,3 +70,58 @@ def test_a_client_that_goes_between_two_chunks_ends_the_engines_stream_at_once()
         return list(ended)
 
     assert asyncio.run(asyncio.wait_for(leave(), 10)) == [True]
+
+
+def test_an_error_begins_on_a_line_of_its_own_where_the_stream_was_cut_within_one():
+    for before, begins in (("data: {", "\n\ndata: "), ("data: 1\n", "data: ")):
+        *_, last = said(before, "", RuntimeError("the replica died"))
+        assert last.startswith(begins)
+
+
+async def unclosable():
+    try:
+        while True:
+            yield "data: 1\n\n"
+    finally:
+        raise ConnectionError("the replica is gone")
+
+
+def test_a_client_that_goes_hears_nothing_of_a_stream_that_cannot_be_closed(caplog):
+    async def leave():
+        stream = whole_or_error(unclosable())
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(asyncio.wait_for(leave(), 10))
+    assert "could not be closed: the replica is gone" in caplog.text
+
+
+def test_a_client_that_goes_hears_nothing_of_an_error_in_place_of_the_cancelling():
+    got = []
+
+    async def given():
+        try:
+            yield "data: 1\n\n"
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise RuntimeError("as handles of Ray Serve raise it") from None
+
+    async def consume():
+        got.extend([chunk async for chunk in whole_or_error(noted(given()))])
+
+    async def noted(chunks):
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                got.append(chunk)
+                yield chunk
+
+    async def leave():
+        task = asyncio.create_task(consume())
+        while not got:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(asyncio.wait_for(leave(), 10))
+    assert got == ["data: 1\n\n"]

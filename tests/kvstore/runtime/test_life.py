@@ -6,12 +6,15 @@ import json
 import logging
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from kvstore.config import StoreConfig
 from kvstore.runtime.guard import LogLimit
-from kvstore.runtime.life import log_life, tell_whose
+from kvstore.runtime.life import Whole, log_life, tell_whose
+from kvstore.tools.settings import settings_of
 
 WORD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^" ]\S*)(?: |$)')
 
@@ -71,6 +74,20 @@ def test_a_long_text_is_cut_and_stays_on_one_line(lines):
     (line,) = lines()
     assert len(line) < 500
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("form", ["", "json"])
+def test_settings_are_kept_whole_so_that_a_store_can_be_started_with_them(lines, monkeypatch, form):
+    monkeypatch.setenv("RAYKV_LOG_FORMAT", form)
+    quotas = {f"team-{number}": {"max_bytes": 8 << 30, "max_handoffs": 64} for number in range(9)}
+    settings = {"disk_path": '/mnt/a  b\n"c', "disk_capacity_bytes": 1 << 30, "tenants": quotas}
+    config = StoreConfig(**settings)
+    log_life("supervisor_started", settings=Whole(config.chosen()))
+    (line,) = lines()
+    assert "\n" not in line
+    said = (json.loads if form else parsed)(line)["settings"]
+    assert said == config.chosen()
+    assert StoreConfig(**settings_of(shlex.split(said))) == config
 
 
 def test_what_could_be_caused_without_end_is_held_back_and_counted(lines):

@@ -47,6 +47,15 @@ def test_the_settings_that_are_not_the_defaults_are_shown_as_set_takes_them(caps
     assert StoreConfig(name="s", **settings_of(given)) == config
 
 
+@pytest.mark.parametrize(
+    "path", ["/m/:cd:/x", "/a\tb", "/a  b", "/a[b]c", "/x\\[red]y", "/q\"q'", "/\x1b[31mred", "/" + "x" * 300]
+)
+def test_settings_are_shown_as_they_are_whatever_signs_they_have(capsys, path):
+    config = StoreConfig(disk_path=path, disk_capacity_bytes=1 << 30)
+    show_status({"name": "s", "nodes": {}, "without_store": [], "problems": {}, "starting": {}}, config)
+    assert f"settings: {config.chosen()}" in capsys.readouterr().out.splitlines()
+
+
 def test_each_tenant_of_a_node_has_a_line_with_its_quotas_and_refusals_only_where_there_are_some(capsys):
     idle = dict.fromkeys(
         ("num_bytes", "num_pinned_bytes", "num_disk_bytes", "num_handoffs", "num_evicted", "num_evicted_by_quota",
@@ -65,7 +74,7 @@ def test_each_tenant_of_a_node_has_a_line_with_its_quotas_and_refusals_only_wher
     show_status({"name": "s", "nodes": {"n": node}, "without_store": [], "problems": {}, "starting": {}}, StoreConfig())
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "hand-offs" in line]
     assert [line.split(maxsplit=1)[1] for line in lines] == [
-        "a: 992 KiB of 1 MiB, pinned 0 B of 4 KiB, disk 5 MiB, hand-offs 2 of 2, evicted 578, 570 for its own blocks   "
+        "a: 992 KiB of 1 MiB, pinned 0 B of 4 KiB, disk 5 MiB, hand-offs 2 of 2, evicted 578, 570 by quota   "
         "refused: 1,234 blocks by max_bytes, 3 hand-offs",
         "b: 0 B, pinned 0 B, hand-offs 0, evicted 0",
     ]

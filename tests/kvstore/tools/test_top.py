@@ -104,6 +104,7 @@ def test_tenants_have_a_table_with_their_quotas_and_what_went_because_of_them(la
     rows = rows_of(stats(n={**NODE, "tenants": {"batch": tenant}}), stats(n={**later, "tenants": {"batch": now}}))
     assert rows[0]["tenants"] == {"batch": {**now, "evicted_per_s": 40.0, "by_quota_per_s": 30.0}}
     for width in (80, 160):
+        assert all(words in shown(rows, width) for words in (" by ", "quota/s"))
         lines = shown([*rows, {"node": "x", "error": "no answer"}], width).splitlines()
         (line,) = (line for line in lines if "batch" in line)
         assert [cell.strip() for cell in line.strip("│").split("│")] == [
@@ -114,6 +115,22 @@ def test_tenants_have_a_table_with_their_quotas_and_what_went_because_of_them(la
     (row,) = rows_of(stats(), stats(n={**NODE, "tenants": {"batch": tenant}}))
     assert row["tenants"]["batch"]["evicted_per_s"] is None, "the store has just begun"
     assert "batch" in shown([row])
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_tenants_have_their_whole_names_also_in_a_narrow_terminal(later, num_nodes):
+    tenant = dict.fromkeys(("num_bytes", "num_pinned_bytes", "num_disk_bytes"), (8 << 30) - (1 << 28))
+    tenant |= {f"max_{what}": 1 << 34 for what in ("bytes", "pinned_bytes", "disk_bytes", "handoffs")}
+    tenant |= {"num_handoffs": 12, "num_evicted": 0, "num_evicted_by_quota": 0}
+    names = ["search-frontend-a", "search-frontend-b"]
+    node = {**later, "tenants": dict.fromkeys(names, tenant)}
+    now = {f"{number}c41f0a9b7e2d": node for number in range(num_nodes)}
+    lines = shown(rows_of(stats(), stats(**now)), width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line for line in lines if "tenant " in line]
+    assert ["node" in line for line in heads] == [num_nodes == 2]
+    for name in names:
+        assert sum(name in line for line in lines) == num_nodes
 
 
 def test_a_narrow_terminal_has_all_of_it_on_more_lines(later):
