@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -192,3 +193,13 @@ class Gate:
             yield
         finally:
             self.let_go()
+
+
+def refuse(code=errno.EIO):
+    return OSError(code, "broken")
+
+
+def stops_writing(store):
+    """Wait until nothing is to be written."""
+    wait_until(lambda: not store.num("num_queued") and not store.core.pool.num_leases())
+    store.check()

@@ -7,11 +7,11 @@ import random
 
 import numpy as np
 import pytest
+from disk_store import refuse, stops_writing
 
 from kvstore.disk.admission import MOST_MISSING, Missing, Postponed, missing_above
 from kvstore.pool.pool import Pool
 from tests.kvstore.conftest import SHAPE
-from tests.kvstore.disk.test_writer import refuse, stops_writing
 from tests.kvstore.pool.pool_steps import SPACE, chain, read, store
 
 

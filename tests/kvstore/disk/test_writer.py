@@ -4,22 +4,12 @@ import errno
 
 import numpy as np
 import pytest
-from disk_store import HALF, SOON_S, wait_until
+from disk_store import HALF, SOON_S, refuse, stops_writing, wait_until
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.threads import _NUM_THREADS
 from tests.kvstore.conftest import SHAPE
-
-
-def refuse(code=errno.EIO):
-    return OSError(code, "broken")
-
-
-def stops_writing(store):
-    """Wait until nothing is to be written."""
-    wait_until(lambda: not store.num("num_queued") and not store.core.pool.num_leases())
-    store.check()
 
 
 def test_all_requests_of_a_batch_are_written(start, cluster):
