@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 OWNER = "disk-writer"
 #: Bytes that one turn of a thread writes, so that reads are not kept waiting.
 _MOST_BYTES = 16 << 20
-#: With "back", so many times as much before blocks that are about to be evicted.
-_MOST_STEPS = 16
+#: With "back", so many times before victims. A turn that is too long looks like a disk that hangs.
+_MOST_STEPS, _MOST_STEPS_S = 16, 0.25
 
 
 class Writer:
@@ -219,15 +219,14 @@ class Writer:
             context.changed()
 
     def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> Waiting | None:
-        first = run[0]
         with self._lock:
-            most_missing = self._postponed.take(first.block_hash)
+            most_missing = self._postponed.take(run[0].block_hash)
         try:
             num_there, reason = self._write_part(offer, run, claimed, needs_parent=offer.needs_parent)
         except ChainBroken:
             slots = [block.slot for block in run]
             generation = offer.generation and offer.generation + offer.slots.index(slots[0])
-            return Waiting(replace(offer, slots=slots, generation=generation), first, most_missing)
+            return Waiting(replace(offer, slots=slots, generation=generation), run[0], most_missing)
         except BaseException:
             self.drop("error", len(run))
             raise
@@ -236,8 +235,10 @@ class Writer:
 
     def write_behind(self, offer: Offer, claimed: Callable[[], None]) -> list[int]:
         """Write pinned blocks, and before them what the disk lacks; return the slots that need another turn."""
-        waiting = self.write(offer, claimed)
-        for _ in range(_MOST_STEPS if waiting else 0):
+        waiting, until_s = self.write(offer, claimed), clock.now_s() + _MOST_STEPS_S
+        for _ in range(_MOST_STEPS):
+            if clock.now_s() > until_s:
+                break
             runs, waiting = waiting, []
             for each in runs:
                 num_missing, reason, is_linked = self._write_missing(each, claimed)
