@@ -40,8 +40,8 @@ class Offer:
     version: int
     #: Of the first block, those of the others follow; 0 if the write takes the next ones.
     generation: int = 0
-    #: False for a run of which memory cannot tell what is before it: it waits on the disk for that.
-    needs_parent: bool = True
+    #: The first block's hash, if memory cannot tell what is before it: it waits on the disk for that.
+    unlinked: bytes = b""
 
 
 class Postponed:
@@ -104,7 +104,7 @@ def missing_above(memory: Pool, disk: Pool, block: HeldBlock, most: int) -> Miss
     while own != block.namespace and len(slots) <= most:
         hashes, more, above = memory.climb(block.namespace, own, _STEP)
         names = [*hashes, above]
-        here = disk.present(names, or_claimed=True)
+        here = disk.held(block.namespace, names)
         end = next((at for at, name in enumerate(names) if name in here), None)
         slots += more[:end]
         if end is not None or (above != block.namespace and len(more) < _STEP):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 from kvstore.blocks.grants import Victims
 from kvstore.disk.admission import Offer
@@ -22,6 +23,9 @@ from kvstore.runtime import clock
 _LOOK_S = 0.05
 #: Most blocks that are written at the end of a store: more than a disk takes in that time.
 _MOST_AT_END = 1 << 17
+#: So many turns' worth is written before victims in their turn, and for so long. Meanwhile they are pinned, and nothing
+#: that they build on can be evicted.
+_MOST_STEPS, _MOST_STEPS_S = 16, 0.05
 
 
 class WriteBack:
@@ -88,7 +92,7 @@ class WriteBack:
         pool, stay = self._context.memory_pool, set[int]()
         try:
             for offer in self._offers(victims):
-                stay.update(self._writer.write_behind(offer, claimed))
+                stay.update(self._write_chains(offer, claimed))
         except OSError:
             pool.release(victims.lease_id, OWNER)
             raise
@@ -101,6 +105,27 @@ class WriteBack:
         num_gone = pool.evict_held(victims._replace(touches=touches), OWNER)
         self._context.changed()
         return num_gone
+
+    def _write_chains(self, offer: Offer, claimed: Callable[[], None]) -> list[int]:
+        """Write victims, and before them what the disk lacks; return the slots of those that need another turn."""
+        writer, until_s, stay = self._writer, clock.now_s() + _MOST_STEPS_S, list[int]()
+        for waiting in writer.write(offer, claimed):
+            # To its end, before the beginning of another chain can take the places of this one.
+            for _ in range(_MOST_STEPS):
+                num_missing, reason, unlinked = writer.write_missing(waiting, claimed)
+                waiting = replace(waiting, most_missing=num_missing)
+                if reason or not num_missing or clock.now_s() > until_s:
+                    break
+            slots = waiting.offer.slots
+            if reason == "evicted":  # There is no room for a pin now.
+                stay += slots
+            elif num_missing:
+                writer.note(waiting)
+                stay += slots
+            elif reason or writer.write(replace(waiting.offer, unlinked=unlinked), claimed):
+                # Without a reason, its place in the chain is taken, or what is before it went again.
+                writer.drop(reason or "disk_pool", len(slots))
+        return stay
 
     def _offers(self, victims: Victims) -> list[Offer]:
         """Return the victims that are worth a write, by namespace, and those of a chain from its root on.

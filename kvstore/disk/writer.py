@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 OWNER = "disk-writer"
 #: Bytes that one turn of a thread writes, so that reads are not kept waiting.
 _MOST_BYTES = 16 << 20
-#: With "back", so many times before victims. A turn that is too long looks like a disk that hangs.
-_MOST_STEPS, _MOST_STEPS_S = 16, 0.25
 
 
 class Writer:
@@ -151,11 +149,13 @@ class Writer:
             turn.enter_context(self.claiming)
             if (offer := self._take()) is None:
                 return False
+            waiting = list[Waiting]()
             try:
                 waiting = self.write(offer, turn.close)
-                for each in waiting[::-1]:
-                    self._write_before(each, turn.close)
+                while waiting:
+                    self._write_before(waiting.pop(), turn.close)
             finally:
+                self.drop("error", sum(len(each.offer.slots) for each in waiting))
                 with self._lock:
                     self.num_writing -= len(offer.slots)
         return True
@@ -211,79 +211,78 @@ class Writer:
         if not held:
             return []
         try:
-            wanted = [block for block in held if not block.is_low]
+            wanted, waiting = [block for block in held if not block.is_low], list[Waiting]()
             self.drop("low_priority", len(held) - len(wanted))
-            return [each for run in runs_of_held(wanted) if (each := self._write_run(offer, run, claimed))]
+            num_left = len(wanted)
+            try:
+                for run in runs_of_held(wanted):
+                    found = self._write_run(offer, run, claimed)
+                    waiting += [found] if found else []
+                    num_left -= 0 if found else len(run)
+            except BaseException:
+                self.drop("error", num_left)
+                raise
+            return waiting
         finally:
             pool.release(lease_id, OWNER)
             context.changed()
 
     def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> Waiting | None:
+        first, slots = run[0], [block.slot for block in run]
         with self._lock:
-            most_missing = self._postponed.take(run[0].block_hash)
+            most_missing = self._postponed.take(first.block_hash)
         try:
-            num_there, reason = self._write_part(offer, run, claimed, needs_parent=offer.needs_parent)
+            # By its name: the slot may have another block by now.
+            is_linked = first.block_hash != offer.unlinked
+            num_there, reason = self._write_part(offer, run, claimed, needs_parent=is_linked)
         except ChainBroken:
-            slots = [block.slot for block in run]
             generation = offer.generation and offer.generation + offer.slots.index(slots[0])
-            return Waiting(replace(offer, slots=slots, generation=generation), run[0], most_missing)
-        except BaseException:
-            self.drop("error", len(run))
-            raise
+            return Waiting(replace(offer, slots=slots, generation=generation), first, most_missing)
         self.drop(reason, len(run) - num_there)
         return None
 
-    def write_behind(self, offer: Offer, claimed: Callable[[], None]) -> list[int]:
-        """Write pinned blocks, and before them what the disk lacks; return the slots that need another turn."""
-        waiting, until_s = self.write(offer, claimed), clock.now_s() + _MOST_STEPS_S
-        for _ in range(_MOST_STEPS):
-            if clock.now_s() > until_s:
-                break
-            runs, waiting = waiting, []
-            for each in runs:
-                num_missing, reason, is_linked = self._write_missing(each, claimed)
-                if num_missing or reason == "evicted":  # or no room for a pin now
-                    waiting.append(each)
-                elif reason:
-                    self.drop(reason, len(each.offer.slots))
-                else:
-                    waiting += self.write(replace(each.offer, needs_parent=is_linked), claimed)
-        return [slot for each in waiting for slot in each.offer.slots]
-
     def _write_before(self, waiting: Waiting, claimed: Callable[[], None]) -> None:
         """Write what the disk lacks before a run, as much as goes into a turn; then the run is the next one."""
-        num_missing, reason, is_linked = self._write_missing(waiting, claimed)
+        num_missing, reason, unlinked = self.write_missing(waiting, claimed)
         if reason:
             self.drop(reason, len(waiting.offer.slots))
             return
+        self.note(replace(waiting, most_missing=num_missing))
         with self._lock:
-            self._queue.appendleft(replace(waiting.offer, needs_parent=is_linked))
+            self._queue.appendleft(replace(waiting.offer, unlinked=unlinked))
             self.num_queued += len(waiting.offer.slots)
-            self._postponed.note(waiting.first.block_hash, num_missing)
 
-    def _write_missing(self, waiting: Waiting, claimed: Callable[[], None]) -> tuple[int, str, bool]:
+    def note(self, waiting: Waiting) -> None:
+        """Remember how many blocks a run may lack in its next turn."""
+        with self._lock:
+            self._postponed.note(waiting.first.block_hash, waiting.most_missing)
+
+    def write_missing(self, waiting: Waiting, claimed: Callable[[], None]) -> tuple[int, str, bytes]:
         """Write some of the blocks before a run.
 
         Returns:
-            (how many are missing still, why the run is left out, whether its parent is on the disk before it).
+            (how many are missing still, why the run is left out, its first block if it has to go without its parent).
+
+        Raises:
+            OSError: the disk refused; the run is counted.
         """
         pool, namespace = self._context.memory_pool, waiting.offer.namespace
         missing = missing_above(pool, self._context.disk_pool, waiting.first, waiting.most_missing)
         if missing is None or not waiting.most_missing:  # All was there, and is gone again.
-            return 0, "gap", True
+            return 0, "gap", b""
         lease_id, held = pool.hold(missing.slots[: self.num_in_turn()], namespace, OWNER)
         try:
             if any(block.is_low for block in held) or (missing.slots and not held):
-                return 0, "low_priority" if held else "evicted", True
+                return 0, "low_priority" if held else "evicted", b""
             is_linked = missing.is_linked
             for run in runs_of_held(held):
                 num_there, reason = self._write_part(waiting.offer, run, claimed, needs_parent=is_linked)
                 if num_there < len(run):
-                    return 0, reason, True
+                    return 0, reason, b""
                 is_linked = True
-            return len(missing.slots) - len(held), "", is_linked
+            return len(missing.slots) - len(held), "", b"" if is_linked else waiting.first.block_hash
         except ChainBroken:
-            return 0, "disk_pool", True
+            return 0, "disk_pool", b""
         except BaseException:
             self.drop("error", len(waiting.offer.slots))
             raise

@@ -670,16 +670,20 @@ class Pool:
         parent, space = self.table.index.parent, self.table.index.space
         return [b"" if (above := parent[slot]) == space[slot].namespace else above for slot in slots]
 
-    def present(self, hashes: list[bytes], *, or_claimed: bool = False) -> set[bytes]:
-        """Return those of these hashes that can be found, in whatever namespace; or are being written, too."""
+    def present(self, hashes: list[bytes]) -> set[bytes]:
+        """Return those of these hashes that can be found, in whatever namespace."""
         wanted = set(hashes)
         if not wanted:
             return wanted
         with self._lock:
             # Of each namespace the smaller side is gone through, so that many namespaces do not hold the lock for long.
-            spaces = self.table.index.spaces.values()
-            claimed = [space.writing.keys() & wanted for space in spaces if or_claimed]
-            return set[bytes]().union(*(space.ready.keys() & wanted for space in spaces), *claimed)
+            return set[bytes]().union(*(space.ready.keys() & wanted for space in self.table.index.spaces.values()))
+
+    def held(self, namespace: bytes, hashes: list[bytes]) -> set[bytes]:
+        """Return those of these hashes that are here, or are being written, in one namespace."""
+        with self._lock:
+            space = self.table.index.space_of(namespace)
+            return {own for own in hashes if own in space.ready or own in space.writing}
 
     def climb(self, namespace: bytes, block_hash: bytes, most: int) -> tuple[list[bytes], list[int], bytes]:
         """Go up a chain from a block, as far as blocks can be found here, and at most so many.

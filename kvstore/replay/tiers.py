@@ -160,20 +160,21 @@ class TierNode:
 
     def write_behind(self) -> None:
         """Write what became readable in memory since the last call, in that order."""
-        queue, self._offers = deque((*offer, True) for offer in self._offers), []
+        queue, self._offers = deque((*offer, b"") for offer in self._offers), []
         while queue:
-            namespace, slots, needs_parent = queue.popleft()
+            namespace, slots, unlinked = queue.popleft()
             if len(slots) > self._most_in_turn:
-                queue.appendleft((namespace, slots[self._most_in_turn :], needs_parent))
+                queue.appendleft((namespace, slots[self._most_in_turn :], unlinked))
                 slots = slots[: self._most_in_turn]
             lease_id, held = self.memory.hold(slots, namespace, _WRITER)
             self._drop("evicted", len(slots) - len(held))
-            runs = [(run, self._write(run, needs_parent)) for run in runs_of_held(held)]
+            runs = [(run, self._write(run, run[0].block_hash != unlinked)) for run in runs_of_held(held)]
             if held:
                 self.memory.release(lease_id, _WRITER)
             for run, most_missing in runs[::-1]:
                 if most_missing is not None and (is_linked := self._write_before(run, most_missing)) is not None:
-                    queue.appendleft((namespace, [block.slot for block in run], is_linked))
+                    names = b"" if is_linked else run[0].block_hash
+                    queue.appendleft((namespace, [block.slot for block in run], names))
 
     def _write(self, run: list[HeldBlock], needs_parent: bool) -> int | None:
         """Write a run; if the disk lacks what is before it, write nothing and return how many blocks that may be."""

@@ -7,9 +7,10 @@ import random
 
 import numpy as np
 import pytest
-from disk_store import refuse, stops_writing
+from disk_store import refuse, stops_writing, wait_until
 
 from kvstore.disk.admission import MOST_MISSING, Missing, Postponed, missing_above
+from kvstore.disk.writer import Writer
 from kvstore.pool.pool import Pool
 from tests.kvstore.conftest import SHAPE
 from tests.kvstore.pool.pool_steps import SPACE, chain, read, store
@@ -117,3 +118,40 @@ def test_conversations_that_the_disk_cannot_hold_together_have_no_gaps_there(sta
     assert all_are_found(saves.disk.pool, cluster.space.digest)
     assert saves.disk.pool.stats().num_evicted > 0
     saves.check()
+
+
+def test_victims_whose_beginnings_the_disk_cannot_hold_together_go_all_the_same(start, cluster):
+    """Else an idle store would write them in turns for ever, each in the places of the others."""
+    back = {"disk_write": "back", "eviction": "lru", "low_watermark": 0.1, "high_watermark": 0.2}
+    saves = start(disk_capacity_bytes=1 << 17, **back)  # 15 places, 64 slots of memory.
+    prompts = [cluster.hashes(14, seed=seed) for seed in range(4)]
+    for number, prompt in enumerate(prompts):
+        saves.save(prompt, 14 * (number % 2), is_written=False)
+    for prompt in prompts:  # Now their ends are what was used least recently.
+        saves.load(prompt[:13])
+    saves.save(cluster.hashes(6, seed=9), 40, is_written=False)
+    wait_until(lambda: saves.core.pool.num_free >= 12)
+    stops_writing(saves)
+    assert saves.num("num_written") <= 4 * 15
+    assert all_are_found(saves.disk.pool, cluster.space.digest)
+
+
+def test_a_slot_that_has_another_block_by_its_turn_is_not_written_without_its_parent(start, cluster, monkeypatch):
+    saves, mine, other = start(), cluster.hashes(40), cluster.hashes(30, seed=1)
+    real, gone = Writer.write_missing, []
+
+    def evict_first(self, waiting, claimed):
+        if not gone and waiting.first.block_hash in set(mine):
+            gone.append(saves.core.pool.evict(64))
+            saves.worker.save(other, range(30))
+        return real(self, waiting, claimed)
+
+    monkeypatch.setattr(Writer, "write_missing", evict_first)
+    monkeypatch.setattr("kvstore.disk.writer.Writer.queue_up", lambda self, *_, **__: None)
+    saves.save(mine[:20], is_written=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(Writer, "write_missing", evict_first)
+    saves.save(mine, is_written=False)
+    stops_writing(saves)
+    assert gone
+    assert all_are_found(saves.disk.pool, cluster.space.digest)

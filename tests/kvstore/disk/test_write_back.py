@@ -72,7 +72,8 @@ def test_pins_that_use_up_their_budget_do_not_keep_others_from_being_written(sta
     assert store.core.pool.stats().num_pinned == NUM_SLOTS // 4
     assert all(lease.release() for lease in leases)
     for hashes in (*pinned, *chains):
-        assert store.load(hashes).num_blocks == 8
+        # While victims are written, a load of this small memory may find no room.
+        wait_until(lambda hashes=hashes: store.load(hashes).num_blocks == 8)
 
 
 def test_a_part_of_a_chain_goes_from_its_leaf_on_and_all_of_it_is_written(start, cluster):
