@@ -262,4 +262,4 @@ def test_one_that_is_looked_at_after_the_time_had_all_of_it(initialised, monkeyp
     monkeypatch.setattr(calls, "begin", lambda what, method: method)
     said = calls.ask_all({"n1": "ref1", "/0": "ref2"}, timeout_s=10.0)
     assert waited == [10.0, 0.1]
-    assert str(said["/0"]).startswith("shard 0 of the directory (within 10 s): ")
+    assert str(said["/0"]).startswith("shard 0 of the directory, asked 10 s ago (within 0.1 s): ")
