@@ -159,7 +159,7 @@ def test_the_readers_mover_dies_in_the_middle_of_a_load(
 
     began_s = time.monotonic()
     result = loading.result(20)
-    assert time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s < 8, "the load has 10 s, and need not use them up"
     assert result.num_blocks < 256
     assert result.failed[-1].reason is MissReason.PEER_LOST
     stopped.resume()
