@@ -124,7 +124,7 @@ def _started(store: Any) -> str:
     where = f"on {len(store.node_ids())} node(s) of the Ray at {store.address}"
     lines = [f"store {store.config.name!r} runs {where}, {capacity} each"]
     if 0 < store.config.disk_capacity_bytes < store.config.capacity_bytes:
-        lines.append("the disk is smaller than the memory, so it keeps less than that for the next start")
+        lines.append("the disk is smaller than the memory: blocks that find no room there are gone after a stop")
     for tenant in store.config.tenants:
         for quota, has in (("max_bytes", "capacity_bytes"), ("max_disk_bytes", "disk_capacity_bytes")):
             most, room = getattr(tenant, quota), getattr(store.config, has)

@@ -1,4 +1,4 @@
-"""Decide which blocks are written to the disk, and what with them. No locking here: the callers hold theirs.
+"""Decide which blocks are written to the disk, and which before them. The state here has no lock: callers hold theirs.
 
 Each block that is written wears the disk, and most blocks are never asked for again. With `disk_min_uses` a block is
 written when it was stored or used for the n-th time (the idea of Marconi's admission, and of RocksDB's and CacheLib's

@@ -266,11 +266,12 @@ class Writer:
         Raises:
             OSError: the disk refused; the run is counted.
         """
-        pool, namespace = self._context.memory_pool, waiting.offer.namespace
-        missing = missing_above(pool, self._context.disk_pool, waiting.first, waiting.most_missing)
-        if missing is None or not waiting.most_missing:  # All was there, and is gone again.
+        pool, most, missing = self._context.memory_pool, waiting.most_missing, None
+        if most:  # Without any, all was there, and is gone again.
+            missing = missing_above(pool, self._context.disk_pool, waiting.first, most)
+        if missing is None:
             return 0, "gap", b""
-        lease_id, held = pool.hold(missing.slots[: self.num_in_turn()], namespace, OWNER)
+        lease_id, held = pool.hold(missing.slots[: self.num_in_turn()], waiting.offer.namespace, OWNER)
         try:
             if any(block.is_low for block in held) or (missing.slots and not held):
                 return 0, "low_priority" if held else "evicted", b""

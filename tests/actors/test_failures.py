@@ -152,14 +152,12 @@ def test_the_readers_mover_dies_in_the_middle_of_a_load(
     reader.load(chain[:1])  # connected
     before = pids_of(node_ids[1], "tcp")
     stopped(pids_of(node_ids[0], "tcp")["mover"])  # nobody sends, so the READ stays half done
-    loading = background(reader.load, chain)
+    loading = background(reader.load, chain, timeout_s=60)
     eventually(lambda: pool_of(node_ids[1], "tcp")["num_writing"] > 0, 5, 0.005)
 
     os.kill(before["mover"], signal.SIGKILL)
 
-    began_s = time.monotonic()
-    result = loading.result(20)
-    assert time.monotonic() - began_s < 8, "the load has 10 s, and need not use them up"
+    result = loading.result(20)  # It does not wait until its own time ends.
     assert result.num_blocks < 256
     assert result.failed[-1].reason is MissReason.PEER_LOST
     stopped.resume()

@@ -221,7 +221,7 @@ def test_start_names_quotas_below_a_slot_and_a_disk_below_the_memory(monkeypatch
     monkeypatch.setattr(api, "start", lambda **_: Store())
     no_room = "has no room for a slot of 1 MiB: this tenant keeps no block"
     assert run("start").stdout.splitlines()[1:] == [
-        "the disk is smaller than the memory, so it keeps less than that for the next start",
+        "the disk is smaller than the memory: blocks that find no room there are gone after a stop",
         f"tenant a: max_bytes of 512 KiB {no_room}",
         f"tenant b: max_disk_bytes of 1 KiB {no_room}",
     ]
