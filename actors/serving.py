@@ -1,4 +1,4 @@
-"""Check that stores and the directory serve; the supervisor asks, and replaces one that does not.
+"""Check that stores and the directory serve; the supervisor asks, replaces one that does not, and says what was lost.
 
 An actor may answer Ray while the one thread that serves its sockets is stuck, so `ping` asks that thread. Pings have
 their own thread in each actor: verbs that wait cannot delay the answer.
@@ -14,7 +14,7 @@ import ray
 
 from kvstore.actors.calls import call, ray_failures
 from kvstore.errors import KVStoreError, TransferTimeout
-from kvstore.runtime.life import tell_whose
+from kvstore.runtime.life import log_life, tell_whose
 
 logger = logging.getLogger(__name__)
 _life = logging.getLogger("kvstore.life")
@@ -91,3 +91,51 @@ class ServingWatch:
         for name in list(self.since_s):  # A copy, because threads that ask actors change it meanwhile.
             if name not in names:
                 self.since_s.pop(name, None)
+
+
+class ServedNodes:
+    """The nodes whose store served in the last round, and which ends of stores a restart has planned.
+
+    One thread at a time logs; `plan_end` and `ended` come from others.
+
+    Args:
+        store: name of the store in the log.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._store, self._served = store, set[str]()
+        #: Until when the end of a node's store is no loss.
+        self._planned_until_s = dict[str, float]()
+
+    def plan_end(self, node_id: str, within_s: float) -> None:
+        """Call it no loss if the store of a node ends within this time."""
+        self._planned_until_s[node_id] = time.monotonic() + within_s
+
+    def ended(self, node_id: str) -> None:
+        """Note that the store of a node has ended, and that the next one is made."""
+        if node_id in self._served and not self._is_planned(node_id):
+            self._log_lost(node_id, "its store ended; another one is made")
+        self._served.discard(node_id)  # The next one counts as joined.
+        self._planned_until_s.pop(node_id, None)
+
+    def note(self, served: set[str], alive: set[str], problems: dict[str, BaseException]) -> None:
+        """Note a round, and log what has changed.
+
+        Args:
+            served: ids of the nodes whose store serves.
+            alive: ids of all nodes of the cluster.
+            problems: why a node has no store, by its id.
+        """
+        for node_id in sorted(served - self._served):
+            log_life("node_joined", store=self._store, node=node_id)
+        for node_id in sorted(self._served - served):
+            if node_id not in alive or not self._is_planned(node_id):
+                gone = "its store is being made again" if node_id in alive else "left the cluster"
+                self._log_lost(node_id, problems.get(node_id, gone))
+        self._served = served
+
+    def _is_planned(self, node_id: str) -> bool:
+        return time.monotonic() < self._planned_until_s.get(node_id, 0.0)
+
+    def _log_lost(self, node_id: str, reason: object) -> None:
+        log_life("node_lost", level=logging.WARNING, store=self._store, node=node_id, reason=reason)

@@ -29,7 +29,7 @@ from kvstore.actors.finding import (
     shard_name,
 )
 from kvstore.actors.node_store import NodeStore
-from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch, show_life
+from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServedNodes, ServingWatch, show_life
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
@@ -63,8 +63,7 @@ class Supervisor:
         self._config = StoreConfig.from_json(config_json)
         show_life(store=self._config.name)
         self._starter = starter
-        #: Nodes whose store served in the last round, and those whose store a restart ends, which is no loss.
-        self._served, self._planned = set[str](), set[str]()
+        self._served = ServedNodes(self._config.name)
         self._lock, self._stopping = threading.Lock(), threading.Event()
         #: By node, why it has no store.
         self._problems: dict[str, BaseException] = {}
@@ -145,10 +144,13 @@ class Supervisor:
         return {node_id: str(error) for node_id, error in dict(self._problems).items()}
 
     @ray.method(concurrency_group=ASKED)
-    def hopeless(self, ends: str = "") -> dict[str, str]:
-        """Return the `problems` that stay as long as the settings do; a restart says which node's store it ends now."""
-        if ends:
-            self._planned.add(ends)
+    def plan_end(self, node_id: str, within_s: float) -> None:
+        """Call it no loss if the store of a node ends within this time: a restart ends it."""
+        self._served.plan_end(node_id, within_s)
+
+    @ray.method(concurrency_group=ASKED)
+    def hopeless(self) -> dict[str, str]:
+        """Return the `problems` that stay as long as the settings do."""
         problems = dict(self._problems).items()
         return {node_id: str(error) for node_id, error in problems if isinstance(error, ConfigError)}
 
@@ -224,22 +226,11 @@ class Supervisor:
             if str(self._problems.get(node_id)) != str(error):
                 log_life("node_without_store", level=logging.WARNING, node=node_id, reason=error)
             self._problems[node_id] = error
-        self._log_changes(set(served), set(nodes))
+        self._served.note(set(served), set(nodes), self._problems)
         for shard in directory:
             if shard.done():
                 shard.result()
         return served
-
-    def _log_changes(self, served: set[str], alive: set[str]) -> None:
-        for node_id in sorted(served - self._served):
-            log_life("node_joined", store=self._config.name, node=node_id)
-        for node_id in sorted(self._served - served - (self._planned & alive)):
-            gone = "its store is being made again" if node_id in alive else "left the cluster"
-            self._log_lost(node_id, self._problems.get(node_id, gone))
-        self._served = served
-
-    def _log_lost(self, node_id: str, reason: object) -> None:
-        log_life("node_lost", level=logging.WARNING, store=self._config.name, node=node_id, reason=reason)
 
     def _shards(self) -> list[str]:
         return [shard_name(self._config.name, number) for number in range(self._config.num_directory_shards)]
@@ -302,10 +293,7 @@ class Supervisor:
         if handle is not None:
             self._check_settings(node_id, handle)
             return
-        if node_id in self._served - self._planned:
-            self._log_lost(node_id, "its store ended; another one is made")
-        self._served.discard(node_id)  # The next one counts as joined.
-        self._planned.discard(node_id)
+        self._served.ended(node_id)
         wanted, room = self._config.capacity_bytes, resources.get("memory", 0.0)
         if wanted > room:
             raise ConfigError(

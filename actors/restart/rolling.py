@@ -27,6 +27,8 @@ _CALL_S = 10.0
 _HOLDER_S, _STOPS_S, _SERVES_S = 60.0, 20.0, 120.0
 #: How long a holder keeps the memory for a new store, after the old one had its time to give it.
 _KEEP_S = 180.0
+#: How long the end of the old store is no loss: it stops, and the supervisor sees that.
+_PLANNED_S = 60.0
 _ROUND_EVERY_S = 1.0
 _COLD = "cold was asked for"
 _LOST = "the memory is lost: a store that had taken it, or was to take it, ended before it served"
@@ -90,8 +92,10 @@ def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_
         elif old is not None:
             holder, where = _make_holder(name, node_id, wait_s)
             why_cold = _give(old, where, wait_s) if holder is not None else f"no process can hold the memory: {where}"
-        before = _hopeless(supervisor, node_id, ends=node_id)
+        before = _hopeless(supervisor, node_id)
         if old is not None:
+            with contextlib.suppress(KVStoreError):
+                call("supervisor", supervisor.plan_end, node_id, _PLANNED_S, timeout_s=_CALL_S)
             _end(path, old)
         said = _wait_for_next(path, node_id, None if old is None else old._actor_id, supervisor, before)
     finally:
@@ -146,13 +150,10 @@ def _end(path: str, old: Any) -> None:
         ray.kill(old)
 
 
-def _hopeless(supervisor: Any, node_id: str, *, ends: str = "") -> str:
-    """Return why a node can have no store with these settings; "" if nothing is known.
-
-    `ends` is the node whose store ends now: so the supervisor does not call it lost.
-    """
+def _hopeless(supervisor: Any, node_id: str) -> str:
+    """Return why a node can have no store with these settings; "" if nothing is known."""
     with contextlib.suppress(KVStoreError):
-        return str(call("supervisor", supervisor.hopeless, ends, timeout_s=_CALL_S).get(node_id, ""))
+        return str(call("supervisor", supervisor.hopeless, timeout_s=_CALL_S).get(node_id, ""))
     return ""
 
 

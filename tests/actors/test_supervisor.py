@@ -117,7 +117,8 @@ def changes_in(caplog):
 def test_a_store_that_a_restart_ends_is_not_lost_but_the_next_one_is_if_it_ends(kept, caplog):
     supervisor, alive, _ = kept
     caplog.clear()
-    assert supervisor.hopeless("n") == {}
+    supervisor.plan_end("n", 60.0)
+    assert supervisor.hopeless() == {}
     supervisor.reconcile()  # It serves on until its end.
     alive.discard("n")
     supervisor.reconcile()
@@ -127,12 +128,23 @@ def test_a_store_that_a_restart_ends_is_not_lost_but_the_next_one_is_if_it_ends(
     assert changes_in(caplog) == ['node_lost n reason="its store ended; another one is made"', "node_joined n"]
 
 
+def test_an_end_later_than_planned_is_a_loss_for_a_restart_may_be_killed_before_it(kept, caplog):
+    supervisor, alive, _ = kept
+    supervisor.plan_end("n", 0.0)
+    supervisor.plan_end("m", 60.0)
+    caplog.clear()
+    alive.difference_update({"n", "m"})
+    supervisor.reconcile()
+    lost = 'node_lost n reason="its store ended; another one is made"'
+    assert changes_in(caplog) == [lost, "node_joined m", "node_joined n"]
+
+
 def test_a_store_that_does_not_serve_while_a_restart_ends_it_is_not_lost_but_a_node_that_leaves_is(
     kept, caplog, monkeypatch
 ):
     supervisor, _, nodes = kept
     caplog.clear()
-    supervisor.hopeless("n")
+    supervisor.plan_end("n", 60.0)
 
     def is_silent(name, *args, **options):
         raise TransferTimeout("says nothing")
