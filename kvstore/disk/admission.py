@@ -1,18 +1,20 @@
-"""Decide which blocks are written to the disk, and which before them. The state here has no lock: callers hold theirs.
+"""Decide which blocks are written to the disk, which before them, and which are not kept there.
 
 Each block that is written wears the disk, and most blocks are never asked for again. With `disk_min_uses` a block is
 written when it was stored or used for the n-th time (the idea of Marconi's admission, and of RocksDB's and CacheLib's
 reuse filters). A budget bounds the bytes of a day in any case.
 
-A block is found only behind all those before it in its chain. So what a block lacks of these on the disk, and memory
-has, is written before it: the disk keeps chains without gaps, whatever was evicted there or left out before.
+A block is found only behind all those before it in its chain, in memory or on the disk. So what the disk lacks before
+a block that was saved is written first, and what is behind a block that is lost is evicted from the disk. The state
+here has no lock: callers hold theirs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import enum
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvstore.blocks.grants import HeldBlock
 from kvstore.pool.pool import Pool
@@ -23,11 +25,23 @@ _DAY_S = 86400.0
 _BURST = 1 / 24
 #: Blocks that one turn of a thread writes at most, and one of so many of the memory: saves must find others to evict.
 MOST_BLOCKS, LEAST_SHARE = 256, 32
-#: Blocks of a chain that the disk may lack before one that is written. Behind more of them, none is.
-MOST_MISSING = 1024
 #: So many blocks are looked at under the lock of the memory's pool at once.
 _STEP = 256
-_MOST_POSTPONED = 1024
+#: It is looked for blocks that nobody can find when one of so many of the disk's blocks was evicted.
+_SWEPT_SHARE = 16
+
+
+class OfferKind(enum.Enum):
+    """Why blocks are offered to the disk, and so what they need there."""
+
+    #: They became readable: what the disk lacks before them is written first.
+    SAVED = enum.auto()
+    #: They are before others that were saved. What is left out of them was counted when they were saved themselves.
+    BEFORE = enum.auto()
+    #: What is before them was offered first; where the disk has not taken it, they are left out.
+    BEHIND = enum.auto()
+    #: They are about to be evicted from memory, which has what is before them.
+    VICTIMS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,40 +52,18 @@ class Offer:
     slots: list[int]
     num_clears: int
     version: int
+    kind: OfferKind
     #: Of the first block, those of the others follow; 0 if the write takes the next ones.
     generation: int = 0
-    #: The first block's hash, if memory cannot tell what is before it: it waits on the disk for that.
+    #: The first block's hash, if memory cannot tell what is before it: it is written without that.
     unlinked: bytes = b""
+    #: Why blocks of BEFORE were left out, as far as it is known; shared with those BEHIND.
+    why: list[str] = field(default_factory=list)
 
-
-class Postponed:
-    """How many blocks a run that waits may lack in its next turn, by its first block: fewer each time.
-
-    Else two chains that the disk cannot hold together could take each other's places for ever. Of many, the oldest are
-    forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._most = dict[bytes, int]()
-
-    def take(self, first: bytes) -> int:
-        """Return the number for a run, and forget it."""
-        return self._most.pop(first, MOST_MISSING)
-
-    def note(self, first: bytes, num_missing: int) -> None:
-        """Note how many blocks a run lacks still."""
-        self._most[first] = num_missing
-        if len(self._most) > _MOST_POSTPONED:
-            del self._most[next(iter(self._most))]
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A run of which the disk lacks what is before it: its first block, and how many may be missing."""
-
-    offer: Offer
-    first: HeldBlock
-    most_missing: int
+    def needs_parent(self, first: HeldBlock) -> bool:
+        """Return whether a run of these blocks is written only behind the block before it; `first` is its first one."""
+        # By its name: the slot may have another block by now.
+        return self.kind is not OfferKind.VICTIMS and first.block_hash != self.unlinked
 
 
 @dataclass(slots=True)
@@ -83,34 +75,75 @@ class WriterCounts:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """What the disk lacks of the blocks before one: slots of memory, from the root on.
+def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock]) -> list[Offer]:
+    """Return what is written in place of a run of saved blocks, of which the disk lacks what is before it.
 
-    `is_linked` says whether the disk has what is before these. Otherwise memory cannot tell: a block there is still
-    being written, and comes to the disk later.
+    That is what memory has of it, from the root on, and then the run. What is being written there counts as there.
     """
-
-    slots: list[int]
-    is_linked: bool
-
-
-def missing_above(memory: Pool, disk: Pool, block: HeldBlock, most: int) -> Missing | None:
-    """Return what the disk lacks of the blocks before one of memory; None if these are more than `most`.
-
-    What others are writing to the disk now counts as there.
-    """
-    slots, own = list[int](), block.parent
-    while own != block.namespace and len(slots) <= most:
-        hashes, more, above = memory.climb(block.namespace, own, _STEP)
+    namespace, top, own, slots, is_linked = offer.namespace, run[0].block_hash, run[0].parent, list[int](), True
+    while own != namespace:
+        hashes, more, above = memory.climb(namespace, own, _STEP)
         names = [*hashes, above]
-        here = disk.held(block.namespace, names)
+        here = disk.held(namespace, names)
         end = next((at for at, name in enumerate(names) if name in here), None)
         slots += more[:end]
-        if end is not None or (above != block.namespace and len(more) < _STEP):
-            return Missing(slots[::-1], end is not None) if len(slots) <= most else None
+        top = [top, *hashes[:end]][-1]
+        if end is not None:
+            break
+        if above != namespace and len(more) < _STEP:
+            is_linked = False  # The block there is still being written to memory, and comes to the disk later.
+            break
         own = above
-    return Missing(slots[::-1], True) if len(slots) <= most else None
+    # What can have no places together is not tried.
+    why = ["disk_full"] if len(slots) >= disk.num_slots else []
+    behind = replace(offer, slots=[block.slot for block in run], kind=OfferKind.BEHIND, why=why)
+    offers = [replace(behind, slots=slots[::-1], kind=OfferKind.BEFORE), behind] if slots and not why else [behind]
+    return offers if is_linked or why else [replace(offers[0], unlinked=top), *offers[1:]]
+
+
+class Sweep:
+    """Evicts from the disk what nobody can find: blocks behind one that neither memory nor the disk has any more.
+
+    Blocks are evicted from memory before they could be written, writes fail, and a store may be killed. What the disk
+    has behind such a block would otherwise stay until its turn, in the places of blocks that can be found.
+
+    Args:
+        memory: its blocks count as before those of the disk.
+        disk: blocks are evicted here.
+    """
+
+    def __init__(self, memory: Pool, disk: Pool) -> None:
+        self._memory, self._disk = memory, disk
+        self._every = max(1, disk.num_slots // _SWEPT_SHARE)
+        #: How many blocks the disk has evicted when it is looked again. Until it evicts, nothing takes others' places.
+        self._next_at = 1
+
+    def run(self) -> int:
+        """Evict such blocks, if the disk has evicted enough others since the last time; return how many."""
+        if self._disk.num_evicted < self._next_at:
+            return 0
+        num_evicted = 0
+        for namespace, awaited in self._disk.awaited():
+            lost = set(awaited) - self._memory.held(namespace, awaited)
+            # Last: a block is on the disk before it goes from memory.
+            lost -= self._disk.held(namespace, list(lost))
+            if lost:
+                num_evicted += self._disk.evict_blocks(namespace, _behind(lost, self._disk.links(namespace)))
+        self._next_at = self._disk.num_evicted + self._every
+        return num_evicted
+
+
+def _behind(lost: Iterable[bytes], links: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return all blocks behind lost ones, each before its parent; `links` has blocks and their parents."""
+    children = defaultdict[bytes, list[bytes]](list)
+    for own, parent in links:
+        children[parent].append(own)
+    found, left = list[bytes](), deque(lost)
+    while left:
+        below = children.pop(left.popleft(), [])
+        found += below
+        left += below
+    return found[::-1]
 
 
 class SeenFilter:

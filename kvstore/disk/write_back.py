@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 
 from kvstore.blocks.grants import Victims
-from kvstore.disk.admission import Offer
+from kvstore.disk.admission import Offer, OfferKind
 from kvstore.disk.places import TierContext
 from kvstore.disk.writer import OWNER, Writer
 from kvstore.runtime import clock
@@ -23,9 +22,6 @@ from kvstore.runtime import clock
 _LOOK_S = 0.05
 #: Most blocks that are written at the end of a store: more than a disk takes in that time.
 _MOST_AT_END = 1 << 17
-#: So many turns' worth is written before victims in their turn, and for so long. Meanwhile they are pinned, and nothing
-#: that they build on can be evicted.
-_MOST_STEPS, _MOST_STEPS_S = 16, 0.05
 
 
 class WriteBack:
@@ -86,13 +82,14 @@ class WriteBack:
                 # While others write, a turn that finds nothing is no news.
                 self._num_turns += has_found or not self.num_writing
                 self._turned.notify_all()
+        self._writer.sweep()
         return has_found
 
     def _write(self, victims: Victims, claimed: Callable[[], None]) -> int:
-        pool, stay = self._context.memory_pool, set[int]()
+        pool = self._context.memory_pool
         try:
             for offer in self._offers(victims):
-                stay.update(self._write_chains(offer, claimed))
+                self._writer.write(offer, claimed)
         except OSError:
             pool.release(victims.lease_id, OWNER)
             raise
@@ -100,32 +97,9 @@ class WriteBack:
             # An error of the program would come again: these must not be the first victims for ever.
             pool.evict_held(victims, OWNER)
             raise
-        # No stamp is negative: to the pool, those that need another turn were used meanwhile.
-        touches = [-1 if slot in stay else touch for slot, touch in zip(victims.slots, victims.touches, strict=True)]
-        num_gone = pool.evict_held(victims._replace(touches=touches), OWNER)
+        num_gone = pool.evict_held(victims, OWNER)
         self._context.changed()
         return num_gone
-
-    def _write_chains(self, offer: Offer, claimed: Callable[[], None]) -> list[int]:
-        """Write victims, and before them what the disk lacks; return the slots of those that need another turn."""
-        writer, until_s, stay = self._writer, clock.now_s() + _MOST_STEPS_S, list[int]()
-        for waiting in writer.write(offer, claimed):
-            # To its end, before the beginning of another chain can take the places of this one.
-            for _ in range(_MOST_STEPS):
-                num_missing, reason, unlinked = writer.write_missing(waiting, claimed)
-                waiting = replace(waiting, most_missing=num_missing)
-                if reason or not num_missing or clock.now_s() > until_s:
-                    break
-            slots = waiting.offer.slots
-            if reason == "evicted":  # There is no room for a pin now.
-                stay += slots
-            elif num_missing:
-                writer.note(waiting)
-                stay += slots
-            elif reason or writer.write(replace(waiting.offer, unlinked=unlinked), claimed):
-                # Without a reason, its place in the chain is taken, or what is before it went again.
-                writer.drop(reason or "disk_pool", len(slots))
-        return stay
 
     def _offers(self, victims: Victims) -> list[Offer]:
         """Return the victims that are worth a write, by namespace, and those of a chain from its root on.
@@ -137,7 +111,8 @@ class WriteBack:
         for slot, namespace, own in zip(victims.slots, victims.namespaces, hashes, strict=True):
             if self._writer.is_worthy(own):
                 slots.setdefault(namespace, []).append(slot)
-        return [self._writer.offer_of(namespace, found[::-1]) for namespace, found in slots.items()]
+        kind = OfferKind.VICTIMS
+        return [self._writer.offer_of(namespace, found[::-1], kind) for namespace, found in slots.items()]
 
     def evicted(self, hashes: list[bytes], num_low: int) -> None:
         """Count those of blocks that were evicted without a write and are not on the disk; see `Pool.keep_free`.
@@ -159,28 +134,22 @@ class WriteBack:
     def write_rest(self, timeout_s: float) -> int:
         """Write what is in memory and not on the disk, the blocks that were used last first; a store ends.
 
-        These have the highest generations, so that the next store evicts them last. No more blocks are written than the
-        disk has slots, and at most `_MOST_AT_END`.
+        What a block builds on comes before it, so that the next store can find it. These have the highest generations,
+        so that the next store evicts them last. With what they build on they are no more blocks than the disk has
+        slots, and at most `_MOST_AT_END`.
 
         Returns:
             How many blocks were not written in that time; they are counted as `stopped`.
         """
-        until_s, writer, pool = clock.now_s() + timeout_s, self._writer, self._context.memory_pool
-        disk_pool, found = self._context.disk_pool, list[tuple[bytes, list[int]]]()
-        most = min(disk_pool.num_slots, _MOST_AT_END)
-        for namespace, slots in pool.by_touch(most):
-            hashes = pool.hashes_of(slots)
-            here = disk_pool.present(hashes)
-            pairs = zip(slots, hashes, strict=True)
-            left = [slot for slot, own in pairs if own not in here and writer.is_worthy(own)]
-            found.append((namespace, left))
+        until_s, writer = clock.now_s() + timeout_s, self._writer
+        most = min(self._context.disk_pool.num_slots, _MOST_AT_END)
+        found = self._context.memory_pool.by_touch(most, writer.is_worthy)
         generation = writer.take_generations(most).stop
         writer.most_queued = most
         for namespace, slots in found:
             generation -= len(slots)
-            if slots:
-                writer.queue_up(namespace, slots, generation)
-        while (num_left := writer.num_unwritten()) and clock.now_s() < until_s and not self._is_off():
+            # Those that the disk has, too: so it keeps them when it needs places for the others.
+            writer.queue_up(namespace, slots, OfferKind.BEHIND, generation)
+        while writer.num_unwritten() and clock.now_s() < until_s and not self._is_off():
             time.sleep(_LOOK_S)
-        writer.drop_all("stopped")
-        return num_left
+        return writer.drop_all("stopped")

@@ -23,12 +23,12 @@ from kvstore.disk.admission import (
     LEAST_SHARE,
     MOST_BLOCKS,
     Offer,
-    Postponed,
+    OfferKind,
     SeenFilter,
-    Waiting,
+    Sweep,
     WriteBudget,
     WriterCounts,
-    missing_above,
+    put_off,
 )
 from kvstore.disk.places import TierContext, records_of, write_blocks
 from kvstore.disk.slot_file import RunPages
@@ -81,8 +81,9 @@ class Writer:
         self._queue: deque[Offer] = deque()
         #: Blocks that wait, and those of them that are being written now.
         self.num_queued = self.num_writing = 0
-        self.counts, self._postponed = WriterCounts(), Postponed()
+        self.counts = WriterCounts()
         self._pages = RunPages(MOST_BLOCKS)
+        self._sweep, self._sweeping = Sweep(context.memory_pool, context.disk_pool), threading.Lock()
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
         """Note blocks that became readable; `is_on_disk` if they come from there.
@@ -93,7 +94,7 @@ class Writer:
             counts = self._saw(slots, USE_GAP_S)
             slots = [slot for slot, (count, _) in zip(slots, counts, strict=True) if count >= self._min_uses]
         if slots and self._is_behind_saves and not is_on_disk:
-            self.queue_up(namespace, slots)
+            self.queue_up(namespace, slots, OfferKind.SAVED)
 
     def used(self, namespace: bytes, slots: list[int], is_use: bool) -> None:
         """Note that blocks of memory were touched; those that were used often enough just now are written.
@@ -104,7 +105,7 @@ class Writer:
             counts = self._saw(slots, USE_GAP_S if is_use else SAVE_GAP_S)
             slots = [slot for slot, count in zip(slots, counts, strict=True) if count == (self._min_uses, True)]
             if slots and self._is_behind_saves:
-                self.queue_up(namespace, slots)
+                self.queue_up(namespace, slots, OfferKind.SAVED)
 
     def _saw(self, slots: list[int], gap_s: float) -> list[tuple[int, bool]]:
         assert self._seen is not None
@@ -114,15 +115,15 @@ class Writer:
         """Return whether a block was used often enough to be written."""
         return self._seen is None or self._seen.num_uses(block_hash) >= self._min_uses
 
-    def offer_of(self, namespace: bytes, slots: list[int], generation: int = 0) -> Offer:
+    def offer_of(self, namespace: bytes, slots: list[int], kind: OfferKind, generation: int = 0) -> Offer:
         """Note what is known of a namespace now, before blocks of it are pinned for their write: see the module."""
         context = self._context
         num_clears = context.disk_pool.num_clears(namespace)
-        return Offer(namespace, slots, num_clears, context.version_of(namespace), generation)
+        return Offer(namespace, slots, num_clears, context.version_of(namespace), kind, generation)
 
-    def queue_up(self, namespace: bytes, slots: list[int], generation: int = 0) -> None:
+    def queue_up(self, namespace: bytes, slots: list[int], kind: OfferKind, generation: int = 0) -> None:
         """Queue blocks of memory, or count them as dropped; see `Offer` for `generation`. Never waits."""
-        offer, is_off = self.offer_of(namespace, slots, generation), self._is_off()
+        offer, is_off = self.offer_of(namespace, slots, kind, generation), self._is_off()
         with self._lock:
             reason = "off" if is_off else "queue_full" if self.num_queued + len(slots) > self.most_queued else ""
             if reason:
@@ -132,12 +133,17 @@ class Writer:
             self.num_queued += len(slots)
         self._wake()
 
-    def drop_all(self, reason: str) -> None:
-        """Leave out all that waits."""
+    def drop_all(self, reason: str) -> int:
+        """Leave out all that waits; return how many of these blocks are not on the disk."""
         with self._lock:
-            self.counts.dropped[reason] += self.num_queued
+            offers = list(self._queue)
             self._queue.clear()
             self.num_queued = 0
+        slots = [slot for offer in offers if offer.kind is not OfferKind.BEFORE for slot in offer.slots]
+        hashes = self._context.memory_pool.hashes_of(slots)
+        num_left = len(slots) - len(self._context.disk_pool.present(hashes))
+        self.drop(reason, num_left)
+        return num_left
 
     def write_some(self) -> bool:
         """Write some of the blocks that wait; return whether there were any.
@@ -149,16 +155,21 @@ class Writer:
             turn.enter_context(self.claiming)
             if (offer := self._take()) is None:
                 return False
-            waiting = list[Waiting]()
             try:
-                waiting = self.write(offer, turn.close)
-                while waiting:
-                    self._write_before(waiting.pop(), turn.close)
+                self.write(offer, turn.close)
             finally:
-                self.drop("error", sum(len(each.offer.slots) for each in waiting))
                 with self._lock:
                     self.num_writing -= len(offer.slots)
+        self.sweep()
         return True
+
+    def sweep(self) -> None:
+        """Evict what nobody can find, after a turn; see `Sweep`. One thread does it, the others go on."""
+        if self._sweeping.acquire(blocking=False):
+            try:
+                self._sweep.run()
+            finally:
+                self._sweeping.release()
 
     def num_unwritten(self) -> int:
         """Return how many blocks wait or are being written; 0 when all that were offered are on disk, or left out."""
@@ -186,15 +197,14 @@ class Writer:
         # Blocks that are being written are pinned: saves must find enough others to evict.
         return max(1, min(most, self._context.memory_pool.num_slots // LEAST_SHARE))
 
-    def write(self, offer: Offer, claimed: Callable[[], None]) -> list[Waiting]:
+    def write(self, offer: Offer, claimed: Callable[[], None]) -> None:
         """Pin and write blocks; those that are not there any more, or on the disk already, are left out.
+
+        Saved blocks of which the disk lacks what is before them are put back into the queue, behind that.
 
         Args:
             offer: the blocks.
             claimed: called when the first of them have their places, and more often.
-
-        Returns:
-            Runs of which the disk lacks what is before them; nothing of them was written.
 
         Raises:
             OSError: the disk refused; the blocks of that run cannot be found there.
@@ -203,125 +213,64 @@ class Writer:
         try:
             context.num_bytes_of(offer.namespace)
         except InvalidRequest:  # Peers had blocks brought from the disk, and no client here has opened their namespace.
-            self.drop("unknown_size", len(offer.slots))
-            return []
+            self._leave_out(offer, "unknown_size", len(offer.slots))
+            return
         self._before_write()
         lease_id, held = pool.hold(offer.slots, offer.namespace, OWNER)
-        self.drop("evicted", len(offer.slots) - len(held))
+        self._leave_out(offer, "evicted", len(offer.slots) - len(held))
         if not held:
-            return []
+            return
         try:
-            wanted, waiting = [block for block in held if not block.is_low], list[Waiting]()
-            self.drop("low_priority", len(held) - len(wanted))
+            wanted = [block for block in held if not block.is_low]
+            self._leave_out(offer, "low_priority", len(held) - len(wanted))
             num_left = len(wanted)
             try:
                 for run in runs_of_held(wanted):
-                    found = self._write_run(offer, run, claimed)
-                    waiting += [found] if found else []
-                    num_left -= 0 if found else len(run)
+                    self._write_run(offer, run, claimed)
+                    num_left -= len(run)
             except BaseException:
-                self.drop("error", num_left)
+                self._leave_out(offer, "error", num_left)
                 raise
-            return waiting
         finally:
             pool.release(lease_id, OWNER)
             context.changed()
 
-    def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> Waiting | None:
-        first, slots = run[0], [block.slot for block in run]
-        with self._lock:
-            most_missing = self._postponed.take(first.block_hash)
-        try:
-            # By its name: the slot may have another block by now.
-            is_linked = first.block_hash != offer.unlinked
-            num_there, reason = self._write_part(offer, run, claimed, needs_parent=is_linked)
-        except ChainBroken:
-            generation = offer.generation and offer.generation + offer.slots.index(slots[0])
-            return Waiting(replace(offer, slots=slots, generation=generation), first, most_missing)
-        self.drop(reason, len(run) - num_there)
-        return None
+    def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
+        if offer.kind is not OfferKind.BEFORE:
+            self.drop(reason, num_blocks)
+        elif num_blocks:
+            offer.why.append(reason)
 
-    def _write_before(self, waiting: Waiting, claimed: Callable[[], None]) -> None:
-        """Write what the disk lacks before a run, as much as goes into a turn; then the run is the next one."""
-        num_missing, reason, unlinked = self.write_missing(waiting, claimed)
-        if reason:
-            self.drop(reason, len(waiting.offer.slots))
-            return
-        self.note(replace(waiting, most_missing=num_missing))
-        with self._lock:
-            self._queue.appendleft(replace(waiting.offer, unlinked=unlinked))
-            self.num_queued += len(waiting.offer.slots)
-
-    def note(self, waiting: Waiting) -> None:
-        """Remember how many blocks a run may lack in its next turn."""
-        with self._lock:
-            self._postponed.note(waiting.first.block_hash, waiting.most_missing)
-
-    def write_missing(self, waiting: Waiting, claimed: Callable[[], None]) -> tuple[int, str, bytes]:
-        """Write some of the blocks before a run.
-
-        Returns:
-            (how many are missing still, why the run is left out, its first block if it has to go without its parent).
-
-        Raises:
-            OSError: the disk refused; the run is counted.
-        """
-        pool, most, missing = self._context.memory_pool, waiting.most_missing, None
-        if most:  # Without any, all was there, and is gone again.
-            missing = missing_above(pool, self._context.disk_pool, waiting.first, most)
-        if missing is None:
-            return 0, "gap", b""
-        lease_id, held = pool.hold(missing.slots[: self.num_in_turn()], waiting.offer.namespace, OWNER)
-        try:
-            if any(block.is_low for block in held) or (missing.slots and not held):
-                return 0, "low_priority" if held else "evicted", b""
-            is_linked = missing.is_linked
-            for run in runs_of_held(held):
-                num_there, reason = self._write_part(waiting.offer, run, claimed, needs_parent=is_linked)
-                if num_there < len(run):
-                    return 0, reason, b""
-                is_linked = True
-            return len(missing.slots) - len(held), "", b"" if is_linked else waiting.first.block_hash
-        except ChainBroken:
-            return 0, "disk_pool", b""
-        except BaseException:
-            self.drop("error", len(waiting.offer.slots))
-            raise
-        finally:
-            pool.release(lease_id, OWNER)
-
-    def _write_part(
-        self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None], *, needs_parent: bool
-    ) -> tuple[int, str]:
-        """Write blocks that follow each other; those that are on the disk already are not written again.
-
-        Returns:
-            (how many of the leading blocks are on the disk now, or being written; why not the others).
-
-        Raises:
-            ChainBroken: the disk lacks what is before them; nothing changed.
-            OSError: the disk refused.
-        """
+    def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
+        """Write blocks that follow each other, and count those that are left out; see `write`."""
         context, pool = self._context, self._context.disk_pool
         try:
             ticket = pool.prepare_store(
-                chain_of(run), OWNER, needs_parent=needs_parent, num_clears=offer.num_clears, tenant=run[0].tenant
-            )
+                chain_of(run), OWNER, needs_parent=offer.needs_parent(run[0]), num_clears=offer.num_clears,
+                tenant=run[0].tenant,
+            )  # fmt: skip
+        except ChainBroken as error:
+            logger.debug("blocks are not written to disk: %s", error)
+            self._lacks_parent(offer, run)
+            return
         except PoolExhausted as error:
             logger.debug("blocks are not written to disk: %s", error)
-            return 0, "disk_pool"
+            self._leave_out(offer, "disk_pool", len(run))
+            return
         claimed()
         if not ticket.write_id:
             is_cleared = ticket.num_clears != offer.num_clears
-            return (0, "cleared") if is_cleared else (len(run) - ticket.num_refused, "disk_full")
+            self._leave_out(offer, *(("cleared", len(run)) if is_cleared else ("disk_full", ticket.num_refused)))
+            return
         try:
-            indexes = ints_in(ticket.packed_indexes).tolist()
-            blocks = [run[index] for index in indexes]
+            blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
             with self._lock:
                 may_write = self._budget.take(len(blocks) * context.slots.stride_bytes, clock.now_s())
             if not may_write:
                 pool.abort_store(ticket.write_id, OWNER)
-                return indexes[0], "budget"
+                self._leave_out(offer, "budget", len(blocks))
+                self._leave_out(offer, "disk_full", ticket.num_refused)
+                return
             numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots) if offer.generation}
             new = iter(self.take_generations(sum(block.slot not in numbers for block in blocks)))
             generations = [numbers[block.slot] if block.slot in numbers else next(new) for block in blocks]
@@ -336,7 +285,20 @@ class Writer:
         with self._lock:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes
-        return len(run) - ticket.num_refused, "disk_full"
+        self._leave_out(offer, "disk_full", ticket.num_refused)
+
+    def _lacks_parent(self, offer: Offer, run: list[HeldBlock]) -> None:
+        """Have what the disk lacks before a run of saved blocks written first; leave others out."""
+        is_off = self._is_off()
+        if is_off or offer.kind is not OfferKind.SAVED:
+            # Victims need none: their place in the chain is taken.
+            reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
+            self._leave_out(offer, "off" if is_off else reason, len(run))
+            return
+        offers = put_off(self._context.memory_pool, self._context.disk_pool, offer, run)
+        with self._lock:
+            self._queue.extendleft(reversed(offers))
+            self.num_queued += sum(len(each.slots) for each in offers)
 
     def take_generations(self, count: int) -> range:
         """Return the next generations, which no block had before."""

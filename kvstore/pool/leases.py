@@ -18,7 +18,7 @@ from kvstore.pool.slots import SlotTable
 
 #: One of so many slots is lent to another tier beside the budget of pins. It must be able to copy blocks that are about
 #: to be evicted, however much its clients pin.
-_LENT_SHARE = 16
+_LENT_SHARE = 32
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class LeaseTable(OwnedTable[_Lease]):
         #: How many leases are soft pins.
         self.num_soft_pins = 0
         #: Slots that other tiers have pinned, and how many of them the budget does not count.
-        self._num_lent, self._most_lent = 0, max(2, table.num_slots // _LENT_SHARE)
+        self._num_lent, self._most_lent = 0, max(1, table.num_slots // _LENT_SHARE)
         #: All slots that other tiers have pinned, and the number of these pins of each.
         self._lent: Counter[int] = Counter()
         #: When each lease and pin began, by kind and id, the oldest first.

@@ -61,7 +61,7 @@ class Pool:
     Args:
         num_slots: number of slots; 0 on a node to which no namespace has attached yet.
         max_pinned: how many slots leases may hold at once; beyond it, granted prefixes are shorter. What `hold` and
-            `hold_victims` pin has a 16th of the slots beside it.
+            `hold_victims` pin has a 32nd of the slots beside it.
         max_hard_pinned: how many of these slots hard pins may hold; half of `max_pinned` when None.
         epoch: the life of this pool's store; a random one when None.
         presence: updated with the chains that begin here.
@@ -206,7 +206,7 @@ class Pool:
             owner: of the lease; only this owner can release it.
 
         Returns:
-            The lease, and the pinned blocks as far as there is room; (0, []) when there is none. A 16th of the slots
+            The lease, and the pinned blocks as far as there is room; (0, []) when there is none. A 32nd of the slots
             can be pinned so where clients have used up the budget of pins.
         """
         with self._step("hold"):
@@ -230,6 +230,12 @@ class Pool:
         """Evict up to so many blocks, in the order of eviction, and leave their slots free; return how many."""
         with self._step("evict"):
             return self.table.evict(num_blocks)
+
+    def evict_blocks(self, namespace: bytes, hashes: list[bytes]) -> int:
+        """Evict these blocks in this order, as far as they have no readers and no children; return how many."""
+        with self._step("evict_blocks"):
+            ready = self.table.index.space_of(namespace).ready
+            return self.table.evict_slots([ready[own] for own in hashes if own in ready])
 
     def hold_victims(self, num_blocks: int, owner: str) -> Victims:
         """Pin the blocks that are evicted next, to write them to another tier before. This counts as no use of them.
@@ -700,19 +706,31 @@ class Pool:
                 block_hash = index.parent[slot]
             return hashes, slots, block_hash
 
+    def awaited(self) -> list[tuple[bytes, list[bytes]]]:
+        """Return, by namespace, the hashes of blocks that are not here and that others here hang on."""
+        with self._lock:
+            return [(name, list(space.orphans)) for name, space in self.table.index.spaces.items() if space.orphans]
+
+    def links(self, namespace: bytes) -> list[tuple[bytes, bytes]]:
+        """Return the hash of each findable block of a namespace, and that of the one that it hangs on."""
+        with self._lock:
+            index = self.table.index
+            return [(own, index.parent[slot]) for own, slot in index.space_of(namespace).ready.items()]
+
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
             return hot_chains(self.table.index, self.table.eviction.stamp, max_blocks)
 
-    def by_touch(self, most: int) -> list[tuple[bytes, list[int]]]:
-        """Return the namespace and the slots of each stretch of blocks that were touched together, the last first.
+    def by_touch(self, most: int, is_wanted: Callable[[bytes], bool]) -> list[tuple[bytes, list[int]]]:
+        """Return blocks by their last touch, the last first: the namespace and the slots of those touched together.
 
         Args:
-            most: of the blocks; those that were touched before all others are left out.
+            most: of the blocks, together with those that they build on, which come before them.
+            is_wanted: tells by its hash whether a block is; called under the pool's lock.
         """
         with self._lock:
-            return by_touch(self.table.index, self.table.eviction.stamp, most)
+            return by_touch(self.table.index, self.table.eviction.stamp, most, is_wanted)
 
     def num_leases(self, owner: str = "") -> int:
         """Return how many leases are held, by one owner if it is given."""
@@ -728,6 +746,11 @@ class Pool:
     def num_slots(self) -> int:
         """All slots."""
         return self.table.num_slots
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks that were evicted in this life."""
+        return self.table.num_evicted
 
     @property
     def num_free(self) -> int:

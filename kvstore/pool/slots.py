@@ -256,6 +256,12 @@ class SlotTable:
         self._free(evicted)
         return len(evicted)
 
+    def evict_slots(self, slots: list[int]) -> int:
+        """Evict the blocks of these slots in this order, and leave the slots free, as `evict`; return how many."""
+        evicted = self._evict(len(slots), iter(slots))
+        self._free(evicted)
+        return len(evicted)
+
     def _free(self, evicted: list[int]) -> None:
         listed = SlotList.of(evicted)
         self.index.forget(listed)

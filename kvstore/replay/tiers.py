@@ -10,11 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import LEAST_SHARE, MOST_BLOCKS, Postponed, missing_above
+from kvstore.disk.admission import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, put_off
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record
 from kvstore.disk.restore import restore, usable
@@ -52,7 +53,6 @@ class TierNode:
 
     def _begin(self) -> None:
         self._offers: list[tuple[bytes, list[int]]] = []
-        self._postponed = Postponed()
         self.memory = self._make_pool(self._memory_blocks, self._offered if self._disk_blocks else None)
         self.disk, self._places = Pool(self._disk_blocks), Places(self._disk_blocks)
 
@@ -160,66 +160,48 @@ class TierNode:
 
     def write_behind(self) -> None:
         """Write what became readable in memory since the last call, in that order."""
-        queue, self._offers = deque((*offer, b"") for offer in self._offers), []
+        saved, self._offers = self._offers, []
+        queue, most = (
+            deque(Offer(*each, num_clears=0, version=0, kind=OfferKind.SAVED) for each in saved),
+            self._most_in_turn,
+        )
         while queue:
-            namespace, slots, unlinked = queue.popleft()
-            if len(slots) > self._most_in_turn:
-                queue.appendleft((namespace, slots[self._most_in_turn :], unlinked))
-                slots = slots[: self._most_in_turn]
-            lease_id, held = self.memory.hold(slots, namespace, _WRITER)
-            self._drop("evicted", len(slots) - len(held))
-            runs = [(run, self._write(run, run[0].block_hash != unlinked)) for run in runs_of_held(held)]
+            offer = queue.popleft()
+            if len(offer.slots) > most:
+                queue.appendleft(replace(offer, slots=offer.slots[most:]))
+                offer = replace(offer, slots=offer.slots[:most])
+            lease_id, held = self.memory.hold(offer.slots, offer.namespace, _WRITER)
+            self._leave_out(offer, "evicted", len(offer.slots) - len(held))
+            for run in runs_of_held(held):
+                queue.extendleft(reversed(self._write(offer, run)))
             if held:
                 self.memory.release(lease_id, _WRITER)
-            for run, most_missing in runs[::-1]:
-                if most_missing is not None and (is_linked := self._write_before(run, most_missing)) is not None:
-                    names = b"" if is_linked else run[0].block_hash
-                    queue.appendleft((namespace, [block.slot for block in run], names))
 
-    def _write(self, run: list[HeldBlock], needs_parent: bool) -> int | None:
-        """Write a run; if the disk lacks what is before it, write nothing and return how many blocks that may be."""
-        most_missing = self._postponed.take(run[0].block_hash)
-        try:
-            self._drop("disk_full", len(run) - self._write_part(run, needs_parent=needs_parent))
-        except ChainBroken:
-            return most_missing
-        return None
-
-    def _write_before(self, run: list[HeldBlock], most_missing: int) -> bool | None:
-        """Write what the disk lacks before a run, up to a turn of it; None if the run cannot wait for that.
-
-        Otherwise, return whether the run's parent is on the disk, or will be before it.
-        """
-        first, reason = run[0], "gap"
-        missing = missing_above(self.memory, self.disk, first, most_missing)
-        if missing is not None and most_missing:
-            lease_id, held = self.memory.hold(missing.slots[: self._most_in_turn], first.namespace, _WRITER)
-            num_there = self._write_part(held, needs_parent=missing.is_linked) if held else 0
-            self.memory.release(lease_id, _WRITER)
-            if num_there == len(held):
-                self._postponed.note(first.block_hash, len(missing.slots) - len(held))
-                return missing.is_linked or bool(held)
-            reason = "disk_full"
-        self._drop(reason, len(run))
-        return None
-
-    def _write_part(self, run: list[HeldBlock], *, needs_parent: bool) -> int:
-        """Write blocks that follow each other; return how many of the leading ones are on the disk now."""
+    def _write(self, offer: Offer, run: list[HeldBlock]) -> list[Offer]:
+        """Write blocks that follow each other; return what is to be written in their place if these have to wait."""
         disk, places = self.disk, self._places
-        ticket = disk.prepare_store(chain_of(run), _WRITER, needs_parent=needs_parent)
-        num_there = len(run) - ticket.num_refused
+        try:
+            ticket = disk.prepare_store(chain_of(run), _WRITER, needs_parent=offer.needs_parent(run[0]))
+        except ChainBroken:
+            if offer.kind is OfferKind.SAVED:
+                return put_off(self.memory, disk, offer, run)
+            self._leave_out(offer, [*offer.why, "gap"][0], len(run))
+            return []
+        self._leave_out(offer, "disk_full", ticket.num_refused)
         if not ticket.write_id:
-            return num_there
+            return []
         for index, slot in zip(
             ints_in(ticket.packed_indexes).tolist(), ints_in(ticket.packed_slots).tolist(), strict=True
         ):
             record = _record(run[index], places.place[slot], places.take_generations(1)[0])
             places.record[slot] = self._index[record.place] = record
         self.num_written += disk.complete_store(ticket.write_id, _WRITER)
-        return num_there
+        return []
 
-    def _drop(self, reason: str, num_blocks: int) -> None:
-        if num_blocks:
+    def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
+        if num_blocks and offer.kind is OfferKind.BEFORE:
+            offer.why.append(reason)
+        elif num_blocks:
             self.dropped[reason] += num_blocks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from itertools import groupby
 
 import numpy as np
@@ -11,18 +12,33 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.block_index import BlockIndex
 
 
-def by_touch(index: BlockIndex, stamp: array[int], most: int) -> list[tuple[bytes, list[int]]]:
-    """Return `most` blocks by their last touch, the last first, and those of one chain from its root on.
+def by_touch(
+    index: BlockIndex, stamp: array[int], most: int, is_wanted: Callable[[bytes], bool]
+) -> list[tuple[bytes, list[int]]]:
+    """Return the blocks that were touched last, the last first, and before each what it builds on; see `Pool.by_touch`.
 
     `stamp` is the last touch of each slot, as `EvictionPolicy.stamp`.
     """
-    slots = np.array([slot for space in index.spaces.values() for slot in space.ready.values()], np.int64)
-    if most < len(slots):
+    ready = [slot for space in index.spaces.values() for slot in space.ready.values()]
+    slots = np.array([slot for slot in ready if is_wanted(index.block_hash[slot])], np.int64)
+    if 0 < most < len(slots):
         stamps = np.frombuffer(stamp, np.int64)[slots]
         slots = slots[np.argpartition(stamps, len(slots) - most)[len(slots) - most :]]
     keys = [(-stamp[slot], index.space[slot].namespace, index.depth[slot], slot) for slot in slots.tolist()]
-    groups = groupby(sorted(keys), key=lambda key: key[:2])
-    return [(namespace, [slot for *_, slot in group]) for (_, namespace), group in groups]
+    found, chosen = list[tuple[bytes, list[int]]](), set[int]()
+    for (_, namespace), group in groupby(sorted(keys), key=lambda key: key[:2]):
+        together = list[int]()
+        for *_, slot in group:
+            path, at = list[int](), slot if slot not in chosen else None
+            while at is not None and at not in chosen:
+                path.append(at)
+                at = index.spaces[namespace].ready.get(index.parent[at])
+            from_root = path[::-1][: most - len(chosen)]
+            chosen.update(from_root)
+            together += from_root
+        if together:
+            found.append((namespace, together))
+    return found
 
 
 def hot_chains(index: BlockIndex, stamp: array[int], max_blocks: int) -> list[BlockHashes]:

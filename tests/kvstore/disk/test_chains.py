@@ -1,4 +1,4 @@
-"""Chains on disk have no gaps, whatever was evicted there, refused or left out before."""
+"""Blocks of the disk are found behind what they build on, whatever was evicted, refused or left out before."""
 
 from __future__ import annotations
 
@@ -9,57 +9,116 @@ import numpy as np
 import pytest
 from disk_store import refuse, stops_writing, wait_until
 
-from kvstore.disk.admission import MOST_MISSING, Missing, Postponed, missing_above
-from kvstore.disk.writer import Writer
+from kvstore.disk.admission import Offer, OfferKind, Sweep, put_off
 from kvstore.pool.pool import Pool
 from tests.kvstore.conftest import SHAPE
 from tests.kvstore.pool.pool_steps import SPACE, chain, read, store
 
 
-def all_are_found(pool, space):
-    """Whether each block of a disk's pool is behind all that it builds on."""
-    index = pool.table.index.space_of(space)
-    return all(
-        parent == space or parent in index.ready
-        for parent in map(pool.table.index.parent.__getitem__, index.ready.values())
-    )
+def lost(disk, space, memory=None):
+    """Return the blocks of a disk that are not behind all that they build on, there or in a memory."""
+    index = disk.table.index.space_of(space)
+    ready = set(index.ready) | (set() if memory is None else set(memory.table.index.space_of(space).ready))
+    parents = {own: disk.table.index.parent[slot] for own, slot in index.ready.items()}
+    return [own for own, parent in parents.items() if parent != space and parent not in ready]
 
 
-def held(pool, hashes, at):
-    lease_id, (block,) = pool.hold([read(pool, hashes)[at]], SPACE, "test")
+def run_of(pool, hashes, at):
+    lease_id, held = pool.hold(read(pool, hashes)[at:], SPACE, "test")
     pool.release(lease_id, "test")
-    return block
+    return held
 
 
-def test_what_is_missing_above_a_block():
+def test_what_is_written_before_blocks_that_were_saved():
     memory, disk, hashes = Pool(600), Pool(600), chain(*range(1, 601))
     store(memory, hashes)
-    slots, first = read(memory, hashes), held(memory, hashes, 0)
-    last = held(memory, hashes, 599)
-    assert missing_above(memory, disk, first, 0) == Missing([], True)
-    assert missing_above(memory, disk, last, 600) == Missing(slots[:599], True)
-    assert missing_above(memory, disk, last, 598) is None
-    for num_there in (1, 343, 344, 599):
+    names, slots, run = list(hashes), read(memory, hashes), run_of(memory, hashes, 598)
+    saved = Offer(SPACE, slots, 3, 4, OfferKind.SAVED)
+
+    def offers():
+        found = put_off(memory, disk, saved, run)
+        assert {(offer.namespace, offer.num_clears, offer.version, offer.generation) for offer in found} == {
+            (SPACE, 3, 4, 0)
+        }
+        assert (found[-1].kind, found[-1].slots) == (OfferKind.BEHIND, slots[598:])
+        assert [offer.kind for offer in found[:-1]] == [OfferKind.BEFORE] * (len(found) - 1)
+        assert all(offer.why is found[-1].why for offer in found)
+        return [offer.slots for offer in found[:-1]], found[0].unlinked, found[-1].why
+
+    assert offers() == ([slots[:598]], b"", [])
+    for num_there in (1, 342, 343, 344, 598):
         store(disk, hashes.head(num_there))
-        assert missing_above(memory, disk, last, 600) == Missing(slots[num_there:599], True)
+        assert offers() == ([slots[num_there:598]] if num_there < 598 else [], b"", [])
     disk.clear(SPACE)
     ticket = disk.prepare_store(hashes.head(400), "writer")
-    assert missing_above(memory, disk, last, 600) == Missing(slots[400:599], True), "it is being written"
+    assert offers() == ([slots[400:598]], b"", []), "the others are being written"
     disk.abort_store(ticket.write_id, "writer")
     memory.discard(slots[99:100])
-    assert missing_above(memory, disk, last, 600) == Missing(slots[100:599], False)
+    assert offers() == ([slots[100:598]], names[100], []), "memory cannot tell what is before these"
     store(disk, hashes.head(100))
-    assert missing_above(memory, disk, last, 600) == Missing(slots[100:599], True)
+    assert offers() == ([slots[100:598]], b"", [])
+    memory.discard(slots[597:598])
+    assert offers() == ([], names[598], [])
+    store(memory, hashes)
+    small = Pool(598)
+    assert [offer.why for offer in put_off(memory, small, saved, run)] == [["disk_full"]]
 
 
-def test_a_run_that_waits_may_lack_fewer_each_time():
-    postponed = Postponed()
-    assert postponed.take(b"a") == MOST_MISSING
-    postponed.note(b"a", 7)
-    assert [postponed.take(b"a"), postponed.take(b"a")] == [7, MOST_MISSING]
-    for number in range(1025):
-        postponed.note(number.to_bytes(2), 0)
-    assert (postponed.take((0).to_bytes(2)), postponed.take((1).to_bytes(2))) == (MOST_MISSING, 0)
+def test_only_victims_and_blocks_of_which_memory_cannot_tell_are_written_without_their_parent():
+    memory, hashes = Pool(8), chain(1, 2, 3)
+    store(memory, hashes)
+    first = run_of(memory, hashes, 1)[0]
+    for kind in OfferKind:
+        offer = Offer(SPACE, [], 0, 0, kind)
+        assert offer.needs_parent(first) is (kind is not OfferKind.VICTIMS)
+        assert not Offer(SPACE, [], 0, 0, kind, unlinked=first.block_hash).needs_parent(first)
+
+
+def test_what_nobody_can_find_is_evicted_when_the_disk_has_evicted_others():
+    memory, disk = Pool(40), Pool(40)
+    one, two = chain(*range(1, 11)), chain(*range(20, 30))
+    for hashes in (one, two):
+        store(memory, hashes)
+        store(disk, hashes)
+    fork = chain(1, 2, 3, 4, 50, 51)
+    store(disk, fork)
+    disk.discard([*read(disk, one)[3:4], *read(disk, two)[5:6]])
+    sweep = Sweep(memory, disk)
+    memory.discard(read(memory, one)[3:4])
+    assert sweep.run() == 0, "nothing is evicted, so they take nobody's place"
+    store(disk, chain(*range(60, 84)))
+    num_there = len(disk.links(SPACE))
+    assert disk.num_evicted > 0
+    num_swept = sweep.run()
+    assert num_swept == num_there - len(disk.links(SPACE)) > 0
+    assert {parent for _, parent in disk.links(SPACE)} & {list(one)[3], list(fork)[4]} == set()
+    assert lost(disk, SPACE, memory) == []
+    assert lost(disk, SPACE) == [list(two)[6]], "memory has what is before it"
+    # Again only when a 16th of the blocks has gone.
+    memory.discard(read(memory, two)[5:6])
+    store(disk, chain(*range(100, 101 + disk.num_free)))
+    assert sweep.run() == 0
+    store(disk, chain(200, 201))
+    assert sweep.run() > 0
+    assert lost(disk, SPACE) == []
+    disk.check_integrity()
+
+
+def test_a_sweep_keeps_what_hangs_on_blocks_that_are_being_written():
+    for pool_of_write in range(2):
+        pools = memory, disk = Pool(20), Pool(20)
+        hashes = chain(*range(1, 9))
+        store(disk, hashes)
+        disk.discard(read(disk, hashes)[3:4])
+        ticket = pools[pool_of_write].prepare_store(hashes, "writer")
+        store(disk, chain(*range(30, 40)))
+        store(disk, chain(*range(60, 66)))
+        left = set(dict(disk.links(SPACE))) & set(hashes)
+        assert Sweep(memory, disk).run() == 0
+        pools[pool_of_write].abort_store(ticket.write_id, "writer")
+        assert len(left) >= 3
+        assert Sweep(memory, disk).run() == len(left) - 3
+        disk.check_integrity()
 
 
 def test_what_the_disk_evicted_of_a_chain_is_written_before_its_next_blocks(start, cluster):
@@ -98,12 +157,11 @@ def test_behind_low_blocks_nothing_is_written(start, cluster):
     assert saves.dropped("low_priority") == 8
 
 
-@pytest.mark.parametrize("settings", [{}, {"disk_write": "back", "low_watermark": 0.2, "high_watermark": 0.4}])
-@pytest.mark.parametrize("seed", range(3))
-def test_conversations_that_the_disk_cannot_hold_together_have_no_gaps_there(start, cluster, seed, settings):
-    saves, rng = start(disk_capacity_bytes=1 << 18, **settings), random.Random(seed)  # 31 places, 64 slots of memory.
+def converse(saves, cluster, seed, num_steps=60, between=lambda: None):
+    """Save conversations that grow, and that share beginnings."""
+    rng = random.Random(seed)
     prompts = [list(np.random.default_rng([seed, number]).integers(0, 1000, 4)) for number in range(5)]
-    for step in range(60):
+    for step in range(num_steps):
         prompt = rng.choice(prompts)
         if rng.random() < 0.2:
             prompt = prompt[: rng.randint(1, len(prompt))]
@@ -112,18 +170,63 @@ def test_conversations_that_the_disk_cannot_hold_together_have_no_gaps_there(sta
         tokens = np.repeat(np.asarray(prompt[:20]), SHAPE.block_size)
         saves.save(cluster.space.block_hashes(tokens), is_written=False)
         if rng.random() < 0.5:
-            stops_writing(saves)
-            assert all_are_found(saves.disk.pool, cluster.space.digest)
-    stops_writing(saves)
-    assert all_are_found(saves.disk.pool, cluster.space.digest)
+            between()
+    between()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_that_the_disk_cannot_hold_together_have_no_gaps_there(start, cluster, seed):
+    saves = start(disk_capacity_bytes=1 << 18)  # 31 places, 64 slots of memory.
+
+    def check():
+        stops_writing(saves)
+        assert lost(saves.disk.pool, cluster.space.digest) == []
+
+    converse(saves, cluster, seed, between=check)
     assert saves.disk.pool.stats().num_evicted > 0
-    saves.check()
+    assert saves.dropped("evicted") == 0
 
 
-def test_victims_whose_beginnings_the_disk_cannot_hold_together_go_all_the_same(start, cluster):
-    """Else an idle store would write them in turns for ever, each in the places of the others."""
-    back = {"disk_write": "back", "eviction": "lru", "low_watermark": 0.1, "high_watermark": 0.2}
-    saves = start(disk_capacity_bytes=1 << 17, **back)  # 15 places, 64 slots of memory.
+BACK = {"disk_write": "back", "eviction": "lru"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_back_the_disk_and_memory_together_have_no_gaps(start, cluster, seed):
+    saves = start(disk_capacity_bytes=1 << 18, **BACK, low_watermark=0.4, high_watermark=0.5)
+
+    def check():
+        stops_writing(saves)
+        if not saves.dropped("evicted"):
+            assert lost(saves.disk.pool, cluster.space.digest, saves.core.pool) == []
+
+    converse(saves, cluster, seed, between=check)
+    assert saves.disk.pool.stats().num_evicted > 0
+    # Saves that were faster than the disk cost blocks, but what is behind these does not stay.
+    Sweep(saves.core.pool, saves.disk.pool).run()
+    assert lost(saves.disk.pool, cluster.space.digest, saves.core.pool) == []
+    saves.restart()
+    Sweep(saves.core.pool, saves.disk.pool).run()
+    assert saves.disk.pool.num_free < 31
+
+
+def test_with_back_a_long_chain_is_written_once_and_all_of_it_is_found(start, cluster):
+    saves, hashes = start(**BACK, low_watermark=0.05, high_watermark=0.1), cluster.hashes(60)
+    saves.save(hashes, is_written=False)
+    stops_writing(saves)
+    at, num_left = 0, 60
+    while num_left:  # Each save takes places of the chain's end, and of what was saved before.
+        saves.save(cluster.hashes(1, seed=1 + at), 60, is_written=False)
+        wait_until(lambda: saves.core.pool.num_free >= 4)
+        stops_writing(saves)
+        at, num_left = at + 1, saves.core.pool.lookup(hashes)
+        assert saves.disk.lookup(hashes.tail(num_left)) == 60 - num_left
+    assert saves.stats()["dropped"] == {}
+    assert saves.num("num_written") <= 60 + at
+    assert saves.load(hashes[:40]).num_disk == 40
+
+
+def test_with_back_an_idle_store_writes_nothing_more(start, cluster):
+    saves = start(disk_capacity_bytes=1 << 17, **BACK, low_watermark=0.1, high_watermark=0.2)  # 15 places.
     prompts = [cluster.hashes(14, seed=seed) for seed in range(4)]
     for number, prompt in enumerate(prompts):
         saves.save(prompt, 14 * (number % 2), is_written=False)
@@ -132,26 +235,54 @@ def test_victims_whose_beginnings_the_disk_cannot_hold_together_go_all_the_same(
     saves.save(cluster.hashes(6, seed=9), 40, is_written=False)
     wait_until(lambda: saves.core.pool.num_free >= 12)
     stops_writing(saves)
-    assert saves.num("num_written") <= 4 * 15
-    assert all_are_found(saves.disk.pool, cluster.space.digest)
+    assert saves.num("num_written") <= 13
+    assert lost(saves.disk.pool, cluster.space.digest, saves.core.pool) == []
 
 
-def test_a_slot_that_has_another_block_by_its_turn_is_not_written_without_its_parent(start, cluster, monkeypatch):
-    saves, mine, other = start(), cluster.hashes(40), cluster.hashes(30, seed=1)
-    real, gone = Writer.write_missing, []
+@pytest.mark.parametrize("num_places", [15, 31])
+def test_at_a_stop_with_back_what_is_written_can_be_found_without_memory(start, cluster, num_places):
+    """Chains that were saved in pieces, by turns: their ends were touched last."""
+    saves = start(disk_capacity_bytes=1 << (17 if num_places == 15 else 18), **BACK)
+    chains = [cluster.hashes(12, seed=seed) for seed in range(5)]
+    for begin in range(0, 12, 3):
+        for number, hashes in enumerate(chains):
+            saves.worker.save(hashes[: begin + 3], range(12 * number, 12 * number + begin + 3))
+    for number, hashes in enumerate(chains):
+        saves.saved.update((own, saves.worker.block(12 * number + at)) for at, own in enumerate(hashes))
+    saves.settle()
+    saves.restart()
+    assert (saves.disk.pool.num_slots, saves.disk.pool.num_free) == (num_places, 0)
+    assert lost(saves.disk.pool, cluster.space.digest) == []
+    found = [saves.load(hashes).num_blocks for hashes in chains]
+    assert found[-1] == 12, "the one that was used last is whole"
+    assert sum(found) == num_places
 
-    def evict_first(self, waiting, claimed):
-        if not gone and waiting.first.block_hash in set(mine):
-            gone.append(saves.core.pool.evict(64))
-            saves.worker.save(other, range(30))
-        return real(self, waiting, claimed)
 
-    monkeypatch.setattr(Writer, "write_missing", evict_first)
-    monkeypatch.setattr("kvstore.disk.writer.Writer.queue_up", lambda self, *_, **__: None)
-    saves.save(mine[:20], is_written=False)
-    monkeypatch.undo()
-    monkeypatch.setattr(Writer, "write_missing", evict_first)
-    saves.save(mine, is_written=False)
+def test_blocks_that_come_from_the_end_of_their_chain_on_are_all_written(start, cluster):
+    """As a store that took over the memory of another one offers them."""
+    saves, hashes = start(disk_capacity_bytes=1 << 19), cluster.hashes(40)
+    pool = saves.core.pool
+    saves.worker.save(hashes[:1], range(1))
     stops_writing(saves)
-    assert gone
-    assert all_are_found(saves.disk.pool, cluster.space.digest)
+    lease = saves.disk.pool.pin_prefix(hashes, "a-reader", float("inf"))
+    saves.disk.pool.release(lease.lease_id, "a-reader")
+    saves.worker.save(hashes, range(40))
+    stops_writing(saves)
+    saves.disk.pool.discard(read(saves.disk.pool, hashes))
+    slots = read(pool, hashes)
+    for begin in (30, 20, 10, 0):
+        saves.disk.offer(cluster.space.digest, slots[begin : begin + 10], "another-life")
+    stops_writing(saves)
+    assert saves.disk.pool.lookup(hashes) == 40
+    assert saves.stats()["dropped"] == {}
+
+
+def test_a_disk_that_goes_off_takes_nothing_back_into_its_queue(start, cluster, writes):
+    saves, hashes = start(), cluster.hashes(12)
+    saves.save(hashes[:2])
+    saves.disk.pool.discard(read(saves.disk.pool, hashes[:2])[:1])
+    writes.error = refuse(errno.EIO)
+    saves.save(hashes[:8], is_written=False)
+    wait_until(lambda: saves.num("num_unwritten") == 0)
+    stops_writing(saves)
+    assert sum(saves.stats()["dropped"].values()) == 6

@@ -50,6 +50,30 @@ def test_a_chain_is_climbed_as_far_as_it_can_be_found(pool):
     assert pool.climb(bytes(32), names[4], 9) == ([], [], names[4])
 
 
+def test_blocks_are_evicted_by_name_as_far_as_nothing_keeps_them(pool):
+    hashes, names = chain(*range(1, 7)), list(chain(*range(1, 7)))
+    store(pool, hashes)
+    slots = read(pool, hashes)
+    lease_id, _ = pool.hold([slots[5]], SPACE, "reader")
+    assert pool.evict_blocks(SPACE, names[::-1]) == 0, "the last has a reader, the others have children"
+    pool.release(lease_id, "reader")
+    assert pool.evict_blocks(SPACE, [names[3], names[5], bytes(32), names[4]]) == 2
+    assert pool.evict_blocks(bytes(32), names) == 0
+    assert (pool.lookup(hashes), pool.num_evicted) == (4, 2)
+    pool.check_integrity()
+
+
+def test_what_blocks_hang_on_that_is_not_here(pool):
+    hashes, names = chain(*range(1, 7)), list(chain(*range(1, 7)))
+    store(pool, hashes)
+    assert (pool.awaited(), dict(pool.links(SPACE))) == ([], dict(zip(names, [SPACE, *names], strict=False)))
+    pool.discard(read(pool, hashes)[1:2])
+    assert pool.awaited() == [(SPACE, [names[1]])]
+    assert names[1] not in dict(pool.links(SPACE))
+    store(pool, hashes)
+    assert pool.awaited() == []
+
+
 def test_absent_blocks_are_no_blocks(pool):
     """A3: an absent one, a slot named twice, one being written, none at all."""
     hashes = chain(1, 2, 3)

@@ -204,6 +204,6 @@ def test_to_hold_blocks_that_are_pinned_takes_nothing_from_the_budget():
     assert [block.slot for block in held] == slots
     assert pool.stats().num_pinned == 3
     others = [slot for slot in range(6) if slot not in slots]
-    assert len(pool.hold(others, chain.namespace, "disk")[1]) == 2, "only two more may be pinned"
+    assert len(pool.hold(others, chain.namespace, "disk")[1]) == 1, "only one more may be pinned"
     assert pool.release(lease_id, "disk")
     pool.check_integrity()

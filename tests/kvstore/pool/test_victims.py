@@ -160,23 +160,23 @@ def test_victims_under_the_budget_of_pins(make):
     pool.check_integrity()
 
 
-def test_where_clients_use_up_the_budget_another_tier_may_still_pin_a_16th(make):
+def test_where_clients_use_up_the_budget_another_tier_may_still_pin_a_32nd(make):
     pool, read_ones = make(64, max_pinned=8), chain(*range(1, 9))
     store(pool, read_ones)
     store(pool, chain(*range(20, 40)))
     grant = pool.pin_prefix(read_ones, "reader", NEVER_S)
     assert grant.num_blocks == 8
     victims = pool.hold_victims(9, "disk")
-    assert len(victims.slots) == 4
+    assert len(victims.slots) == 2
     assert pool.hold_victims(9, "disk").slots == []
     assert pool.hold(list(range(64)), SPACE, "other")[1] != [], "of what is pinned already"
-    assert pool.stats().num_pinned == 12
+    assert pool.stats().num_pinned == 10
     pool.check_integrity()
     assert pool.release_owner("other") == 1
-    assert pool.evict_held(victims, "disk") == 4
+    assert pool.evict_held(victims, "disk") == 2
     pool.check_integrity()
     lease_id, held = pool.hold([slot for slot in range(8, 28)], SPACE, "disk")
-    assert len(held) == 4
+    assert len(held) == 2
     assert pool.release(lease_id, "disk")
     pool.release(grant.lease_id, "reader")
     pool.check_integrity()
@@ -225,7 +225,7 @@ def test_a_client_that_pins_what_is_lent_again_and_again_gets_no_more_than_the_s
                 pool.release(grant.lease_id, "reader")
         pool.evict_held(victims, "disk")
         pool.check_integrity()
-    assert pool.stats().num_pinned <= 8 + 4
+    assert pool.stats().num_pinned <= 8 + 2
     pool.release_owner("reader")
     assert len(pool.hold_victims(64, "disk").slots) == 8, "nothing of the budget is lost"
     pool.release_owner("disk")
@@ -272,12 +272,34 @@ def test_claims_say_when_slots_are_short_and_what_they_evict(pool):
     assert len(gone) == 2, "the holder knows"
 
 
+def is_any(block_hash):
+    return True
+
+
+def by_touch(pool, most, is_wanted=is_any):
+    return [pool.hashes_of(slots) for _, slots in pool.by_touch(most, is_wanted)]
+
+
 def test_by_touch(pool):
     fill(pool)
     read(pool, chain(7, 8))
-    assert [pool.hashes_of(slots) for _, slots in pool.by_touch(2)] == [chain(7, 8).hashes()]
-    found = pool.by_touch(100)
-    assert [pool.hashes_of(slots) for _, slots in found] == [
+    assert by_touch(pool, 2) == [chain(7, 8).hashes()]
+    assert by_touch(pool, 100) == [
         chain(7, 8).hashes(), chain(9).hashes(), chain(1, 2, 5, 6).hashes(), chain(3, 4).hashes(),
     ]  # fmt: skip
-    assert {namespace for namespace, _ in found} == {SPACE}
+    assert {namespace for namespace, _ in pool.by_touch(100, is_any)} == {SPACE}
+
+
+def test_what_was_touched_last_comes_after_what_it_builds_on_and_both_count(pool):
+    whole = chain(*range(1, 7))
+    for end in (2, 4, 6):
+        store(pool, whole.head(end) if end == 2 else whole.tail(end - 2).head(2))
+    store(pool, chain(20, 21))
+    names = whole.hashes()
+    assert by_touch(pool, 100) == [chain(20, 21).hashes(), names]
+    assert by_touch(pool, 5) == [chain(20, 21).hashes(), names[:3]], "its end has no room, so its beginning has it"
+    assert by_touch(pool, 2) == [chain(20, 21).hashes()]
+    assert by_touch(pool, 100, lambda own: own == names[3]) == [names[:4]]
+    assert by_touch(pool, 0) == []
+    pool.discard([read(pool, whole)[1]])
+    assert by_touch(pool, 100)[0] == [names[0], *names[2:]], "one of them is not here"
