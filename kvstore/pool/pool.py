@@ -235,7 +235,7 @@ class Pool:
         """Evict these blocks in this order, as far as they have no readers and no children; return how many."""
         with self._step("evict_blocks"):
             ready = self.table.index.space_of(namespace).ready
-            return self.table.evict_slots([ready[own] for own in hashes if own in ready])
+            return self.table.evict_some(len(hashes), (ready[own] for own in hashes if own in ready))
 
     def hold_victims(self, num_blocks: int, owner: str) -> Victims:
         """Pin the blocks that are evicted next, to write them to another tier before. This counts as no use of them.

@@ -252,14 +252,11 @@ class SlotTable:
         most = min(self.num_slots, self.columns.num_free + wanted)
         self._sweep_for(most)
         num_short = most - self.columns.num_free
-        evicted = self._evict(num_short, self.eviction.victims()) if num_short > 0 else []
-        self._free(evicted)
-        return len(evicted)
+        return self.evict_some(num_short, self.eviction.victims()) if num_short > 0 else 0
 
-    def evict_slots(self, slots: list[int]) -> int:
-        """Evict the blocks of these slots in this order, and leave the slots free, as `evict`; return how many."""
-        evicted = self._evict(len(slots), iter(slots))
-        self._free(evicted)
+    def evict_some(self, most: int, victims: Iterator[int]) -> int:
+        """Evict up to `most` of these blocks, and leave their slots free; return how many went."""
+        self._free(evicted := self._evict(most, victims))
         return len(evicted)
 
     def _free(self, evicted: list[int]) -> None:
@@ -330,11 +327,7 @@ class SlotTable:
         if found:
             gone = [slot for _, slot in found]
             self.index.events.add(False, [own for own, _ in found], roots=self.index.roots.of(gone))
-            listed = SlotList.of(gone)
-            self.index.forget(listed)
-            self.index.shorten()
-            self.eviction.freed(listed)
-            self.columns.clear(gone, listed)
+            self._free(gone)
         return len(found)
 
     def unpin(self, slots: SlotList, stamp: int) -> None:
