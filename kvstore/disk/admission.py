@@ -12,12 +12,15 @@ here has no lock: callers hold theirs.
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from kvstore.blocks.grants import HeldBlock
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.limits import SHARED
 
 _KEY_BYTES = 8
 _DAY_S = 86400.0
@@ -27,6 +30,8 @@ _BURST = 1 / 24
 MOST_BLOCKS, LEAST_SHARE = 256, 32
 #: So many blocks are looked at under the lock of the memory's pool at once.
 _STEP = 256
+#: So many slots of the disk's pool are looked at under its lock at once.
+_SLICE = 4096
 #: It is looked for blocks that nobody can find when one of so many of the disk's blocks was evicted.
 _SWEPT_SHARE = 16
 
@@ -46,24 +51,50 @@ class OfferKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks to write: their slots of memory, and what was known of their namespace before they were pinned."""
+    """Blocks to write: slots of memory, hashes, and what was known of their namespace before they were pinned."""
 
     namespace: bytes
     slots: list[int]
+    #: A slot may have another block by its turn, which was offered for itself.
+    hashes: list[bytes]
     num_clears: int
     version: int
     kind: OfferKind
     #: Of the first block, those of the others follow; 0 if the write takes the next ones.
     generation: int = 0
-    #: The first block's hash, if memory cannot tell what is before it: it is written without that.
-    unlinked: bytes = b""
+    #: Whether the first block is written without the one before it: memory cannot tell what that is.
+    is_unlinked: bool = False
+    #: For BEFORE: whose they are on the disk, except shared ones: the tenant pays that saved what is behind them.
+    tenant: str = SHARED
     #: Why blocks of BEFORE were left out, as far as it is known; shared with those BEHIND.
     why: list[str] = field(default_factory=list)
 
     def needs_parent(self, first: HeldBlock) -> bool:
         """Return whether a run of these blocks is written only behind the block before it; `first` is its first one."""
-        # By its name: the slot may have another block by now.
-        return self.kind is not OfferKind.VICTIMS and first.block_hash != self.unlinked
+        is_first = self.is_unlinked and first.block_hash == self.hashes[0]
+        return self.kind is not OfferKind.VICTIMS and not is_first
+
+    def split(self, most: int) -> tuple[Offer, Offer]:
+        """Return the leading blocks, at most so many, and the others."""
+        rest = self.generation and self.generation + most
+        return (
+            replace(self, slots=self.slots[:most], hashes=self.hashes[:most]),
+            replace(self, slots=self.slots[most:], hashes=self.hashes[most:], generation=rest, is_unlinked=False),
+        )
+
+    def held(self, blocks: Iterable[HeldBlock]) -> list[HeldBlock]:
+        """Return those of the blocks in the offer's slots that were offered, each as the one that pays has it."""
+        offered, pays = set(self.hashes), self.kind is OfferKind.BEFORE
+        return [
+            block._replace(tenant=self.tenant) if pays and block.tenant != SHARED else block
+            for block in blocks
+            if block.block_hash in offered
+        ]
+
+    def part(self, blocks: Sequence[HeldBlock], kind: OfferKind, why: list[str] | None = None) -> Offer:
+        """Return an offer of some of these blocks."""
+        slots, hashes = [block.slot for block in blocks], [block.block_hash for block in blocks]
+        return replace(self, slots=slots, hashes=hashes, kind=kind, is_unlinked=False, why=[] if why is None else why)
 
 
 @dataclass(slots=True)
@@ -75,34 +106,38 @@ class WriterCounts:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock]) -> list[Offer]:
+def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], rest: Sequence[HeldBlock]) -> list[Offer]:
     """Return what is written in place of a run of saved blocks, of which the disk lacks what is before it.
 
-    That is what memory has of it, from the root on, and then the run. What is being written there counts as there.
+    That is what memory has of it, from the root on, and then the run, and then the rest of the offer, which may lack
+    the same. What is being written to the disk counts as there.
     """
-    namespace, top, own, slots, is_linked = offer.namespace, run[0].block_hash, run[0].parent, list[int](), True
+    namespace, own, slots, names, is_linked = offer.namespace, run[0].parent, list[int](), list[bytes](), True
     while own != namespace:
         hashes, more, above = memory.climb(namespace, own, _STEP)
-        names = [*hashes, above]
-        here = disk.held(namespace, names)
-        end = next((at for at, name in enumerate(names) if name in here), None)
+        here = disk.held(namespace, [*hashes, above])
+        end = next((at for at, name in enumerate([*hashes, above]) if name in here), None)
         slots += more[:end]
-        top = [top, *hashes[:end]][-1]
+        names += hashes[:end]
         if end is not None:
             break
         if above != namespace and len(more) < _STEP:
             is_linked = False  # The block there is still being written to memory, and comes to the disk later.
             break
         own = above
-    # What can have no places together is not tried.
-    why = ["disk_full"] if len(slots) >= disk.num_slots else []
-    behind = replace(offer, slots=[block.slot for block in run], kind=OfferKind.BEHIND, why=why)
-    offers = [replace(behind, slots=slots[::-1], kind=OfferKind.BEFORE), behind] if slots and not why else [behind]
-    return offers if is_linked or why else [replace(offers[0], unlinked=top), *offers[1:]]
+    # What can have no places together is not tried: it would take those of others for nothing.
+    has_room = run[-1].depth < disk.num_slots and len(slots) + len(run) <= disk.most_slots_of(run[0].tenant)
+    behind = offer.part(run, OfferKind.BEHIND, [] if has_room else ["disk_full"])
+    before = replace(
+        behind, slots=slots[::-1], hashes=names[::-1], kind=OfferKind.BEFORE, tenant=run[0].tenant,
+        is_unlinked=not is_linked,
+    )  # fmt: skip
+    offers = [before, behind] if slots and has_room else [replace(behind, is_unlinked=has_room and not is_linked)]
+    return [*offers, offer.part(rest, offer.kind)] if rest else offers
 
 
 class Sweep:
-    """Evicts from the disk what nobody can find: blocks behind one that neither memory nor the disk has any more.
+    """Evicts from the disk what this node cannot find: blocks behind one that neither its memory nor its disk has.
 
     Blocks are evicted from memory before they could be written, writes fail, and a store may be killed. What the disk
     has behind such a block would otherwise stay until its turn, in the places of blocks that can be found.
@@ -118,31 +153,46 @@ class Sweep:
         #: How many blocks the disk has evicted when it is looked again. Until it evicts, nothing takes others' places.
         self._next_at = 1
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the disk has evicted enough blocks since the last time."""
+        return self._disk.num_evicted >= self._next_at
+
     def run(self) -> int:
-        """Evict such blocks, if the disk has evicted enough others since the last time; return how many."""
-        if self._disk.num_evicted < self._next_at:
-            return 0
+        """Evict such blocks; return how many. Takes a second for a million blocks, if there are any to be evicted."""
         num_evicted = 0
         for namespace, awaited in self._disk.awaited():
-            lost = set(awaited) - self._memory.held(namespace, awaited)
-            # Last: a block is on the disk before it goes from memory.
-            lost -= self._disk.held(namespace, list(lost))
-            if lost:
-                num_evicted += self._disk.evict_blocks(namespace, _behind(lost, self._disk.links(namespace)))
+            if lost := self._lost(namespace, awaited):
+                behind = _behind(namespace, lost, self._disk)
+                for begin in range(0, len(behind), _STEP):
+                    some = behind[begin : begin + _STEP]
+                    # Again, because a prompt may have been saved anew since.
+                    still = self._lost(namespace, {above for _, above in some})
+                    pairs = [(own, above) for own, above in some if above in still]
+                    num_evicted += self._disk.evict_awaiting(namespace, pairs)
         self._next_at = self._disk.num_evicted + self._every
         return num_evicted
 
+    def _lost(self, namespace: bytes, awaited: Iterable[bytes]) -> set[bytes]:
+        lost = set(awaited)
+        lost -= self._memory.held(namespace, lost)
+        # Last: a block is on the disk before it goes from memory.
+        return lost - self._disk.held(namespace, lost)
 
-def _behind(lost: Iterable[bytes], links: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return all blocks behind lost ones, each before its parent; `links` has blocks and their parents."""
-    children = defaultdict[bytes, list[bytes]](list)
-    for own, parent in links:
-        children[parent].append(own)
-    found, left = list[bytes](), deque(lost)
-    while left:
-        below = children.pop(left.popleft(), [])
-        found += below
-        left += below
+
+def _behind(namespace: bytes, lost: Iterable[bytes], disk: Pool) -> list[tuple[bytes, bytes]]:
+    """Return the blocks of a disk behind lost ones, each before its parent, and with the lost one."""
+    depths, pairs, above = list[int](), list[tuple[bytes, bytes]](), {own: own for own in lost}
+    for begin in range(0, disk.num_slots, _SLICE):
+        for depth, own, parent in disk.links(namespace, begin, begin + _SLICE):
+            depths.append(depth)
+            pairs.append((own, parent))
+    found = list[tuple[bytes, bytes]]()
+    for at in np.argsort(np.array(depths, np.int64), kind="stable").tolist():
+        own, parent = pairs[at]
+        if (top := above.get(parent)) is not None:
+            above[own] = top
+            found.append((own, top))
     return found[::-1]
 
 

@@ -141,15 +141,19 @@ class WriteBack:
         Returns:
             How many blocks were not written in that time; they are counted as `stopped`.
         """
-        until_s, writer = clock.now_s() + timeout_s, self._writer
-        most = min(self._context.disk_pool.num_slots, _MOST_AT_END)
-        found = self._context.memory_pool.by_touch(most, writer.is_worthy)
-        generation = writer.take_generations(most).stop
+        writer, memory, disk = self._writer, self._context.memory_pool, self._context.disk_pool
+        most = min(disk.num_slots, _MOST_AT_END)
+        found = [(name, slots, memory.hashes_of(slots)) for name, slots in memory.by_touch(most, writer.is_worthy)]
+        for namespace, _, hashes in reversed(found):  # What the disk has of them keeps its places.
+            disk.touch(namespace, hashes)
+        until_s, generation = clock.now_s() + timeout_s, writer.take_generations(most).stop
         writer.most_queued = most
-        for namespace, slots in found:
-            generation -= len(slots)
-            # Those that the disk has, too: so it keeps them when it needs places for the others.
-            writer.queue_up(namespace, slots, OfferKind.BEHIND, generation)
+        for namespace, slots, hashes in found:
+            here = disk.present(hashes)
+            left = [slot for slot, own in zip(slots, hashes, strict=True) if own not in here]
+            generation -= len(left)
+            if left:
+                writer.queue_up(namespace, left, OfferKind.BEHIND, generation)
         while writer.num_unwritten() and clock.now_s() < until_s and not self._is_off():
             time.sleep(_LOOK_S)
         return writer.drop_all("stopped")

@@ -14,8 +14,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 
 from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
@@ -35,6 +35,7 @@ from kvstore.disk.slot_file import RunPages
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
 from kvstore.runtime import clock
+from kvstore.runtime.threads.own_thread import on_thread
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,12 @@ class Writer:
         #: Held until the slots are claimed: so blocks that follow each other are neighbours in the file, too.
         self.claiming = threading.Lock()
         self._queue: deque[Offer] = deque()
-        #: Blocks that wait, and those of them that are being written now.
-        self.num_queued = self.num_writing = 0
+        #: Blocks that wait, those of them that are before others, and those that are being written now.
+        self.num_queued = self.num_before = self.num_writing = 0
         self.counts = WriterCounts()
         self._pages = RunPages(MOST_BLOCKS)
-        self._sweep, self._sweeping = Sweep(context.memory_pool, context.disk_pool), threading.Lock()
+        self._sweep = Sweep(context.memory_pool, context.disk_pool)
+        self._sweeping: Future[int] | None = None
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
         """Note blocks that became readable; `is_on_disk` if they come from there.
@@ -117,31 +119,46 @@ class Writer:
 
     def offer_of(self, namespace: bytes, slots: list[int], kind: OfferKind, generation: int = 0) -> Offer:
         """Note what is known of a namespace now, before blocks of it are pinned for their write: see the module."""
-        context = self._context
-        num_clears = context.disk_pool.num_clears(namespace)
-        return Offer(namespace, slots, num_clears, context.version_of(namespace), kind, generation)
+        context, num_clears = self._context, self._context.disk_pool.num_clears(namespace)
+        hashes, version = context.memory_pool.hashes_of(slots), context.version_of(namespace)
+        return Offer(namespace, slots, hashes, num_clears, version, kind, generation)
 
     def queue_up(self, namespace: bytes, slots: list[int], kind: OfferKind, generation: int = 0) -> None:
-        """Queue blocks of memory, or count them as dropped; see `Offer` for `generation`. Never waits."""
-        offer, is_off = self.offer_of(namespace, slots, kind, generation), self._is_off()
+        """Queue blocks of memory, the leading ones if not all have room, and count the others; never waits.
+
+        See `Offer` for `kind` and `generation`.
+        """
+        is_off = self._is_off()
         with self._lock:
-            reason = "off" if is_off else "queue_full" if self.num_queued + len(slots) > self.most_queued else ""
-            if reason:
-                self.counts.dropped[reason] += len(slots)
-                return
-            self._queue.append(offer)
-            self.num_queued += len(slots)
-        self._wake()
+            room = 0 if is_off else max(self.most_queued - self.num_queued + self.num_before, 0)
+            if num_left := max(len(slots) - room, 0):
+                self.counts.dropped["off" if is_off else "queue_full"] += num_left
+        if slots := slots[:room]:
+            self._put([self.offer_of(namespace, slots, kind, generation)], is_first=False)
+            self._wake()
+
+    def _put(self, offers: list[Offer], *, is_first: bool) -> None:
+        """Put offers into the queue, in this order; before all others if `is_first`."""
+        with self._lock:
+            if is_first:
+                self._queue.extendleft(reversed(offers))
+            else:
+                self._queue.extend(offers)
+            for offer in offers:
+                self._count_queued(offer, len(offer.slots))
+
+    def _count_queued(self, offer: Offer, num_more: int) -> None:
+        self.num_queued += num_more
+        self.num_before += num_more if offer.kind is OfferKind.BEFORE else 0
 
     def drop_all(self, reason: str) -> int:
         """Leave out all that waits; return how many of these blocks are not on the disk."""
         with self._lock:
             offers = list(self._queue)
             self._queue.clear()
-            self.num_queued = 0
-        slots = [slot for offer in offers if offer.kind is not OfferKind.BEFORE for slot in offer.slots]
-        hashes = self._context.memory_pool.hashes_of(slots)
-        num_left = len(slots) - len(self._context.disk_pool.present(hashes))
+            self.num_queued = self.num_before = 0
+        hashes = [own for offer in offers if offer.kind is not OfferKind.BEFORE for own in offer.hashes]
+        num_left = len(set(hashes)) - len(self._context.disk_pool.present(hashes))
         self.drop(reason, num_left)
         return num_left
 
@@ -164,12 +181,22 @@ class Writer:
         return True
 
     def sweep(self) -> None:
-        """Evict what nobody can find, after a turn; see `Sweep`. One thread does it, the others go on."""
-        if self._sweeping.acquire(blocking=False):
-            try:
-                self._sweep.run()
-            finally:
-                self._sweeping.release()
+        """Evict what cannot be found, after a turn, if it is time to; see `Sweep`.
+
+        On a thread of its own, because a turn has a time limit.
+        """
+        if not self._sweep.is_due:
+            return
+        with self._lock:
+            if self._sweeping is not None and not self._sweeping.done():
+                return
+            with suppress(RuntimeError, MemoryError):  # No thread can be started now: the next turn tries again.
+                self._sweeping = on_thread("raykv-disk-sweep", self._sweep_now)
+
+    def _sweep_now(self) -> int:
+        if num_evicted := self._sweep.run():
+            self._context.changed()
+        return num_evicted
 
     def num_unwritten(self) -> int:
         """Return how many blocks wait or are being written; 0 when all that were offered are on disk, or left out."""
@@ -181,11 +208,11 @@ class Writer:
             if not self._queue:
                 return None
             offer = self._queue.popleft()
+            self._count_queued(offer, -len(offer.slots))
             if len(offer.slots) > (most := self.num_in_turn()):
-                slots, generation = offer.slots, offer.generation
-                self._queue.appendleft(replace(offer, slots=slots[most:], generation=generation and generation + most))
-                offer = replace(offer, slots=slots[:most])
-            self.num_queued -= len(offer.slots)
+                offer, rest = offer.split(most)
+                self._queue.appendleft(rest)
+                self._count_queued(rest, len(rest.slots))
             self.num_writing += len(offer.slots)
             return offer
 
@@ -200,7 +227,7 @@ class Writer:
     def write(self, offer: Offer, claimed: Callable[[], None]) -> None:
         """Pin and write blocks; those that are not there any more, or on the disk already, are left out.
 
-        Saved blocks of which the disk lacks what is before them are put back into the queue, behind that.
+        Saved blocks of which the disk lacks what is before them go back into the queue, behind that; so do all after.
 
         Args:
             offer: the blocks.
@@ -216,20 +243,24 @@ class Writer:
             self._leave_out(offer, "unknown_size", len(offer.slots))
             return
         self._before_write()
-        lease_id, held = pool.hold(offer.slots, offer.namespace, OWNER)
+        lease_id, blocks = pool.hold(offer.slots, offer.namespace, OWNER)
+        held = offer.held(blocks)
         self._leave_out(offer, "evicted", len(offer.slots) - len(held))
-        if not held:
+        if not lease_id:
             return
         try:
             wanted = [block for block in held if not block.is_low]
             self._leave_out(offer, "low_priority", len(held) - len(wanted))
-            num_left = len(wanted)
+            num_done = 0
             try:
                 for run in runs_of_held(wanted):
-                    self._write_run(offer, run, claimed)
-                    num_left -= len(run)
+                    if not self._write_run(offer, run, claimed):
+                        rest = wanted[num_done + len(run) :]
+                        self._put(put_off(pool, context.disk_pool, offer, run, rest), is_first=True)
+                        break
+                    num_done += len(run)
             except BaseException:
-                self._leave_out(offer, "error", num_left)
+                self._leave_out(offer, "error", len(wanted) - num_done)
                 raise
         finally:
             pool.release(lease_id, OWNER)
@@ -241,8 +272,11 @@ class Writer:
         elif num_blocks:
             offer.why.append(reason)
 
-    def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> None:
-        """Write blocks that follow each other, and count those that are left out; see `write`."""
+    def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> bool:
+        """Write blocks that follow each other, and count those that are left out; see `write`.
+
+        Return False, and do nothing, if they are to be put off.
+        """
         context, pool = self._context, self._context.disk_pool
         try:
             ticket = pool.prepare_store(
@@ -251,17 +285,22 @@ class Writer:
             )  # fmt: skip
         except ChainBroken as error:
             logger.debug("blocks are not written to disk: %s", error)
-            self._lacks_parent(offer, run)
-            return
+            is_off = self._is_off()
+            if offer.kind is OfferKind.SAVED and not is_off:
+                return False
+            # Victims need no parent: their place in the chain is taken.
+            reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
+            self._leave_out(offer, "off" if is_off else reason, len(run))
+            return True
         except PoolExhausted as error:
             logger.debug("blocks are not written to disk: %s", error)
             self._leave_out(offer, "disk_pool", len(run))
-            return
+            return True
         claimed()
         if not ticket.write_id:
             is_cleared = ticket.num_clears != offer.num_clears
             self._leave_out(offer, *(("cleared", len(run)) if is_cleared else ("disk_full", ticket.num_refused)))
-            return
+            return True
         try:
             blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
             with self._lock:
@@ -270,7 +309,7 @@ class Writer:
                 pool.abort_store(ticket.write_id, OWNER)
                 self._leave_out(offer, "budget", len(blocks))
                 self._leave_out(offer, "disk_full", ticket.num_refused)
-                return
+                return True
             numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots) if offer.generation}
             new = iter(self.take_generations(sum(block.slot not in numbers for block in blocks)))
             generations = [numbers[block.slot] if block.slot in numbers else next(new) for block in blocks]
@@ -286,19 +325,7 @@ class Writer:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes
         self._leave_out(offer, "disk_full", ticket.num_refused)
-
-    def _lacks_parent(self, offer: Offer, run: list[HeldBlock]) -> None:
-        """Have what the disk lacks before a run of saved blocks written first; leave others out."""
-        is_off = self._is_off()
-        if is_off or offer.kind is not OfferKind.SAVED:
-            # Victims need none: their place in the chain is taken.
-            reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
-            self._leave_out(offer, "off" if is_off else reason, len(run))
-            return
-        offers = put_off(self._context.memory_pool, self._context.disk_pool, offer, run)
-        with self._lock:
-            self._queue.extendleft(reversed(offers))
-            self.num_queued += sum(len(each.slots) for each in offers)
+        return True
 
     def take_generations(self, count: int) -> range:
         """Return the next generations, which no block had before."""

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count as count_from
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ from kvstore.pool.handover.export import export
 from kvstore.pool.handover.image import PoolImage
 from kvstore.pool.leases import LeaseTable
 from kvstore.pool.slot_checks import check_slots
+from kvstore.pool.slot_lists import SlotList
 from kvstore.pool.slots import SlotTable
 from kvstore.pool.tenants.limits import SHARED, TenantStats
 from kvstore.pool.tenants.table import TenantTable
@@ -231,11 +232,27 @@ class Pool:
         with self._step("evict"):
             return self.table.evict(num_blocks)
 
-    def evict_blocks(self, namespace: bytes, hashes: list[bytes]) -> int:
-        """Evict these blocks in this order, as far as they have no readers and no children; return how many."""
-        with self._step("evict_blocks"):
+    def evict_awaiting(self, namespace: bytes, pairs: list[tuple[bytes, bytes]]) -> int:
+        """Evict blocks that are behind ones which are not here, as far as they have no readers and no children.
+
+        Args:
+            namespace: of the blocks.
+            pairs: hash of each block, in the order of eviction, and of the missing one; see `awaited`.
+
+        Returns:
+            How many went.
+        """
+        with self._step("evict_awaiting"):
+            space = self.table.index.space_of(namespace)
+            slots = (space.ready[own] for own, above in pairs if own in space.ready and above in space.orphans)
+            return self.table.evict_some(len(pairs), slots)
+
+    def touch(self, namespace: bytes, hashes: list[bytes]) -> None:
+        """Have these blocks evicted after all others, as far as they are here; in chain order. No use of them."""
+        with self._step("touch"):
             ready = self.table.index.space_of(namespace).ready
-            return self.table.evict_some(len(hashes), (ready[own] for own in hashes if own in ready))
+            if slots := [ready[own] for own in hashes if own in ready]:
+                self.table.eviction.touched(SlotList.of(slots), is_use=False, retention=NORMAL)
 
     def hold_victims(self, num_blocks: int, owner: str) -> Victims:
         """Pin the blocks that are evicted next, to write them to another tier before. This counts as no use of them.
@@ -685,7 +702,7 @@ class Pool:
             # Of each namespace the smaller side is gone through, so that many namespaces do not hold the lock for long.
             return set[bytes]().union(*(space.ready.keys() & wanted for space in self.table.index.spaces.values()))
 
-    def held(self, namespace: bytes, hashes: list[bytes]) -> set[bytes]:
+    def held(self, namespace: bytes, hashes: Iterable[bytes]) -> set[bytes]:
         """Return those of these hashes that are here, or are being written, in one namespace."""
         with self._lock:
             space = self.table.index.space_of(namespace)
@@ -711,11 +728,13 @@ class Pool:
         with self._lock:
             return [(name, list(space.orphans)) for name, space in self.table.index.spaces.items() if space.orphans]
 
-    def links(self, namespace: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the hash of each findable block of a namespace, and that of the one that it hangs on."""
+    def links(self, namespace: bytes, begin: int, end: int) -> list[tuple[int, bytes, bytes]]:
+        """Return the depth and the hash of each block of a namespace in some slots, and of the one that it hangs on."""
         with self._lock:
-            index = self.table.index
-            return [(own, index.parent[slot]) for own, slot in index.space_of(namespace).ready.items()]
+            index, space = self.table.index, self.table.index.space_of(namespace)
+            here = zip(index.space[begin:end], index.depth[begin:end], index.block_hash[begin:end],
+                       index.parent[begin:end], strict=True)  # fmt: skip
+            return [(depth, own, parent) for its, depth, own, parent in here if its is space]
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
@@ -746,6 +765,10 @@ class Pool:
     def num_slots(self) -> int:
         """All slots."""
         return self.table.num_slots
+
+    def most_slots_of(self, tenant: str) -> int:
+        """Return how many slots a tenant may have in all."""
+        return self.num_slots if self._tenants is None else self._tenants.most_slots(self._number_of(tenant))
 
     @property
     def num_evicted(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
@@ -52,13 +51,14 @@ class TierNode:
         self._begin()
 
     def _begin(self) -> None:
-        self._offers: list[tuple[bytes, list[int]]] = []
+        self._offers = list[Offer]()
         self.memory = self._make_pool(self._memory_blocks, self._offered if self._disk_blocks else None)
         self.disk, self._places = Pool(self._disk_blocks), Places(self._disk_blocks)
 
     def _offered(self, namespace: bytes, slots: list[int], owner: str) -> None:
         if owner != _READER:  # Those come from the disk.
-            self._offers.append((namespace, slots))
+            hashes = self.memory.hashes_of(slots)
+            self._offers.append(Offer(namespace, slots, hashes, num_clears=0, version=0, kind=OfferKind.SAVED))
 
     def restart(self) -> None:
         """Lose the memory, and fill the pool of the disk from the index."""
@@ -160,43 +160,42 @@ class TierNode:
 
     def write_behind(self) -> None:
         """Write what became readable in memory since the last call, in that order."""
-        saved, self._offers = self._offers, []
-        queue, most = (
-            deque(Offer(*each, num_clears=0, version=0, kind=OfferKind.SAVED) for each in saved),
-            self._most_in_turn,
-        )
+        queue, self._offers = deque(self._offers), []
         while queue:
             offer = queue.popleft()
-            if len(offer.slots) > most:
-                queue.appendleft(replace(offer, slots=offer.slots[most:]))
-                offer = replace(offer, slots=offer.slots[:most])
-            lease_id, held = self.memory.hold(offer.slots, offer.namespace, _WRITER)
+            if len(offer.slots) > self._most_in_turn:
+                offer, rest = offer.split(self._most_in_turn)
+                queue.appendleft(rest)
+            lease_id, blocks = self.memory.hold(offer.slots, offer.namespace, _WRITER)
+            held, num_done = offer.held(blocks), 0
             self._leave_out(offer, "evicted", len(offer.slots) - len(held))
             for run in runs_of_held(held):
-                queue.extendleft(reversed(self._write(offer, run)))
-            if held:
+                if not self._write(offer, run):
+                    queue.extendleft(reversed(put_off(self.memory, self.disk, offer, run, held[num_done + len(run) :])))
+                    break
+                num_done += len(run)
+            if lease_id:
                 self.memory.release(lease_id, _WRITER)
 
-    def _write(self, offer: Offer, run: list[HeldBlock]) -> list[Offer]:
-        """Write blocks that follow each other; return what is to be written in their place if these have to wait."""
+    def _write(self, offer: Offer, run: list[HeldBlock]) -> bool:
+        """Write blocks that follow each other; return False, and do nothing, if they are to be put off."""
         disk, places = self.disk, self._places
         try:
             ticket = disk.prepare_store(chain_of(run), _WRITER, needs_parent=offer.needs_parent(run[0]))
         except ChainBroken:
-            if offer.kind is OfferKind.SAVED:
-                return put_off(self.memory, disk, offer, run)
-            self._leave_out(offer, [*offer.why, "gap"][0], len(run))
-            return []
+            if offer.kind is not OfferKind.SAVED:
+                self._leave_out(offer, [*offer.why, "gap"][0], len(run))
+            return offer.kind is not OfferKind.SAVED
         self._leave_out(offer, "disk_full", ticket.num_refused)
         if not ticket.write_id:
-            return []
+            return True
         for index, slot in zip(
             ints_in(ticket.packed_indexes).tolist(), ints_in(ticket.packed_slots).tolist(), strict=True
         ):
             record = _record(run[index], places.place[slot], places.take_generations(1)[0])
             places.record[slot] = self._index[record.place] = record
         self.num_written += disk.complete_store(ticket.write_id, _WRITER)
-        return []
+        return True
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
         if num_blocks and offer.kind is OfferKind.BEFORE:

@@ -29,7 +29,7 @@ def by_touch(
     for (_, namespace), group in groupby(sorted(keys), key=lambda key: key[:2]):
         together = list[int]()
         for *_, slot in group:
-            path, at = list[int](), slot if slot not in chosen else None
+            path, at = list[int](), slot if len(chosen) < most else None
             while at is not None and at not in chosen:
                 path.append(at)
                 at = index.spaces[namespace].ready.get(index.parent[at])
@@ -38,6 +38,8 @@ def by_touch(
             together += from_root
         if together:
             found.append((namespace, together))
+        if len(chosen) >= most:
+            break
     return found
 
 

@@ -11,6 +11,8 @@ from disk_store import refuse, stops_writing, wait_until
 
 from kvstore.disk.admission import Offer, OfferKind, Sweep, put_off
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.limits import TenantLimits
+from kvstore.pool.tenants.table import TenantTable
 from tests.kvstore.conftest import SHAPE
 from tests.kvstore.pool.pool_steps import SPACE, chain, read, store
 
@@ -24,54 +26,100 @@ def lost(disk, space, memory=None):
 
 
 def run_of(pool, hashes, at):
-    lease_id, held = pool.hold(read(pool, hashes)[at:], SPACE, "test")
+    lease_id, blocks = pool.hold(read(pool, hashes)[at:], SPACE, "test")
     pool.release(lease_id, "test")
-    return held
+    return blocks
+
+
+def offer_of(pool, hashes, kind, **more):
+    return Offer(SPACE, read(pool, hashes), list(hashes), 3, 4, kind, **more)
 
 
 def test_what_is_written_before_blocks_that_were_saved():
-    memory, disk, hashes = Pool(600), Pool(600), chain(*range(1, 601))
+    memory, disk, hashes = Pool(620), Pool(620), chain(*range(1, 601))
     store(memory, hashes)
+    store(memory, chain(700, 701))
     names, slots, run = list(hashes), read(memory, hashes), run_of(memory, hashes, 598)
-    saved = Offer(SPACE, slots, 3, 4, OfferKind.SAVED)
+    other = run_of(memory, chain(700, 701), 0)
+    saved = offer_of(memory, hashes, OfferKind.SAVED)
 
-    def offers():
-        found = put_off(memory, disk, saved, run)
+    def offers(disk=disk):
+        *before, behind, rest = found = put_off(memory, disk, saved, run, other)
         assert {(offer.namespace, offer.num_clears, offer.version, offer.generation) for offer in found} == {
             (SPACE, 3, 4, 0)
         }
-        assert (found[-1].kind, found[-1].slots) == (OfferKind.BEHIND, slots[598:])
-        assert [offer.kind for offer in found[:-1]] == [OfferKind.BEFORE] * (len(found) - 1)
-        assert all(offer.why is found[-1].why for offer in found)
-        return [offer.slots for offer in found[:-1]], found[0].unlinked, found[-1].why
+        assert (rest.kind, rest.slots) == (OfferKind.SAVED, [block.slot for block in other])
+        assert rest.hashes == [block.block_hash for block in other]
+        assert (behind.kind, behind.slots, behind.hashes) == (OfferKind.BEHIND, slots[598:], names[598:])
+        assert [offer.kind for offer in before] == [OfferKind.BEFORE] * len(before)
+        assert all(offer.why is behind.why is not rest.why for offer in before)
+        assert all(offer.hashes == [names[slots.index(slot)] for slot in offer.slots] for offer in before)
+        assert not any(offer.is_unlinked for offer in found[1:])
+        return [offer.slots for offer in before], found[0].is_unlinked, behind.why
 
-    assert offers() == ([slots[:598]], b"", [])
+    assert offers() == ([slots[:598]], False, [])
     for num_there in (1, 342, 343, 344, 598):
         store(disk, hashes.head(num_there))
-        assert offers() == ([slots[num_there:598]] if num_there < 598 else [], b"", [])
+        assert offers() == ([slots[num_there:598]] if num_there < 598 else [], False, [])
     disk.clear(SPACE)
     ticket = disk.prepare_store(hashes.head(400), "writer")
-    assert offers() == ([slots[400:598]], b"", []), "the others are being written"
+    assert offers() == ([slots[400:598]], False, []), "the others are being written"
     disk.abort_store(ticket.write_id, "writer")
     memory.discard(slots[99:100])
-    assert offers() == ([slots[100:598]], names[100], []), "memory cannot tell what is before these"
+    assert offers() == ([slots[100:598]], True, []), "memory cannot tell what is before these"
     store(disk, hashes.head(100))
-    assert offers() == ([slots[100:598]], b"", [])
+    assert offers() == ([slots[100:598]], False, [])
     memory.discard(slots[597:598])
-    assert offers() == ([], names[598], [])
+    assert offers() == ([], True, [])
+    assert len(put_off(memory, disk, saved, run, [])) == 1
+
+
+def test_what_can_have_no_places_together_is_not_tried():
+    memory, hashes = Pool(20), chain(*range(1, 11))
     store(memory, hashes)
-    small = Pool(598)
-    assert [offer.why for offer in put_off(memory, small, saved, run)] == [["disk_full"]]
+    saved, run = offer_of(memory, hashes, OfferKind.SAVED), run_of(memory, hashes, 8)
+    limits = {"small": TenantLimits(max_slots=9), "large": TenantLimits(max_slots=10)}
+    disks = [(Pool(9), ""), (Pool(10), ""), *((Pool(40, tenants=TenantTable(40, limits)), name) for name in limits)]
+    for at, (disk, tenant) in enumerate(disks):
+        mine = [block._replace(tenant=tenant) for block in run]
+        kinds = [offer.kind for offer in put_off(memory, disk, saved, mine, [])]
+        why = put_off(memory, disk, saved, mine, [])[-1].why
+        expected = ([OfferKind.BEFORE, OfferKind.BEHIND], []) if at % 2 else ([OfferKind.BEHIND], ["disk_full"])
+        assert (kinds, why) == expected
+
+
+def test_the_tenant_that_saved_pays_for_what_is_before_its_blocks_except_for_shared_ones():
+    memory, hashes = Pool(20), chain(*range(1, 6))
+    store(memory, hashes)
+    run = run_of(memory, hashes, 0)
+    theirs = [block._replace(tenant=name) for block, name in zip(run, ["", "b", "b", "a", "a"], strict=True)]
+    saved = offer_of(memory, hashes, OfferKind.SAVED)
+    before, _ = put_off(memory, Pool(20), saved, theirs[3:], [])
+    assert [block.tenant for block in before.held(theirs)] == ["", "a", "a"]
+    assert saved.held(theirs) == theirs
+    assert saved.held([run[0]._replace(block_hash=bytes(32))]) == [], "the slot has another block"
+
+
+def test_an_offer_is_split_with_its_generations_and_only_its_first_block_is_unlinked():
+    memory, hashes = Pool(8), chain(1, 2, 3)
+    store(memory, hashes)
+    offer = offer_of(memory, hashes, OfferKind.BEHIND, generation=7, is_unlinked=True)
+    first, rest = offer.split(1)
+    assert (first.slots + rest.slots, first.hashes + rest.hashes) == (offer.slots, offer.hashes)
+    assert (first.generation, rest.generation) == (7, 8)
+    assert (first.is_unlinked, rest.is_unlinked) == (True, False)
+    assert offer_of(memory, hashes, OfferKind.BEHIND).split(1)[1].generation == 0
 
 
 def test_only_victims_and_blocks_of_which_memory_cannot_tell_are_written_without_their_parent():
     memory, hashes = Pool(8), chain(1, 2, 3)
     store(memory, hashes)
-    first = run_of(memory, hashes, 1)[0]
+    blocks = run_of(memory, hashes, 0)
     for kind in OfferKind:
-        offer = Offer(SPACE, [], 0, 0, kind)
-        assert offer.needs_parent(first) is (kind is not OfferKind.VICTIMS)
-        assert not Offer(SPACE, [], 0, 0, kind, unlinked=first.block_hash).needs_parent(first)
+        is_bound = kind is not OfferKind.VICTIMS
+        assert offer_of(memory, hashes, kind).needs_parent(blocks[0]) is is_bound
+        unlinked = offer_of(memory, hashes, kind, is_unlinked=True)
+        assert (unlinked.needs_parent(blocks[0]), unlinked.needs_parent(blocks[1])) == (False, is_bound)
 
 
 def test_what_nobody_can_find_is_evicted_when_the_disk_has_evicted_others():
@@ -85,20 +133,22 @@ def test_what_nobody_can_find_is_evicted_when_the_disk_has_evicted_others():
     disk.discard([*read(disk, one)[3:4], *read(disk, two)[5:6]])
     sweep = Sweep(memory, disk)
     memory.discard(read(memory, one)[3:4])
-    assert sweep.run() == 0, "nothing is evicted, so they take nobody's place"
+    assert not sweep.is_due, "nothing is evicted, so they take nobody's place"
     store(disk, chain(*range(60, 84)))
-    num_there = len(disk.links(SPACE))
+    num_there = len(disk.links(SPACE, 0, 99))
     assert disk.num_evicted > 0
+    assert sweep.is_due
     num_swept = sweep.run()
-    assert num_swept == num_there - len(disk.links(SPACE)) > 0
-    assert {parent for _, parent in disk.links(SPACE)} & {list(one)[3], list(fork)[4]} == set()
+    assert num_swept == num_there - len(disk.links(SPACE, 0, 99)) > 0
+    assert {parent for _, _, parent in disk.links(SPACE, 0, 99)} & {list(one)[3], list(fork)[4]} == set()
     assert lost(disk, SPACE, memory) == []
     assert lost(disk, SPACE) == [list(two)[6]], "memory has what is before it"
     # Again only when a 16th of the blocks has gone.
     memory.discard(read(memory, two)[5:6])
     store(disk, chain(*range(100, 101 + disk.num_free)))
-    assert sweep.run() == 0
+    assert not sweep.is_due
     store(disk, chain(200, 201))
+    assert sweep.is_due
     assert sweep.run() > 0
     assert lost(disk, SPACE) == []
     disk.check_integrity()
@@ -113,7 +163,7 @@ def test_a_sweep_keeps_what_hangs_on_blocks_that_are_being_written():
         ticket = pools[pool_of_write].prepare_store(hashes, "writer")
         store(disk, chain(*range(30, 40)))
         store(disk, chain(*range(60, 66)))
-        left = set(dict(disk.links(SPACE))) & set(hashes)
+        left = disk.present(list(hashes))
         assert Sweep(memory, disk).run() == 0
         pools[pool_of_write].abort_store(ticket.write_id, "writer")
         assert len(left) >= 3

@@ -50,28 +50,47 @@ def test_a_chain_is_climbed_as_far_as_it_can_be_found(pool):
     assert pool.climb(bytes(32), names[4], 9) == ([], [], names[4])
 
 
-def test_blocks_are_evicted_by_name_as_far_as_nothing_keeps_them(pool):
+def test_blocks_behind_a_missing_one_are_evicted_as_far_as_nothing_keeps_them(pool):
     hashes, names = chain(*range(1, 7)), list(chain(*range(1, 7)))
     store(pool, hashes)
     slots = read(pool, hashes)
+    behind = [(own, names[1]) for own in names[:1:-1]]
+    assert pool.evict_awaiting(SPACE, behind) == 0, "nothing is missing"
+    pool.discard(slots[1:2])
     lease_id, _ = pool.hold([slots[5]], SPACE, "reader")
-    assert pool.evict_blocks(SPACE, names[::-1]) == 0, "the last has a reader, the others have children"
+    assert pool.evict_awaiting(SPACE, behind) == 0, "the last has a reader, the others have children"
     pool.release(lease_id, "reader")
-    assert pool.evict_blocks(SPACE, [names[3], names[5], bytes(32), names[4]]) == 2
-    assert pool.evict_blocks(bytes(32), names) == 0
-    assert (pool.lookup(hashes), pool.num_evicted) == (4, 2)
+    assert pool.evict_awaiting(SPACE, [behind[2], behind[0], (bytes(32), names[1]), behind[1]]) == 2
+    assert pool.evict_awaiting(bytes(32), behind) == 0
+    assert (pool.lookup(hashes), pool.num_evicted) == (1, 2)
     pool.check_integrity()
 
 
 def test_what_blocks_hang_on_that_is_not_here(pool):
     hashes, names = chain(*range(1, 7)), list(chain(*range(1, 7)))
     store(pool, hashes)
-    assert (pool.awaited(), dict(pool.links(SPACE))) == ([], dict(zip(names, [SPACE, *names], strict=False)))
+
+    def links():
+        return sorted(pool.links(SPACE, 0, 5) + pool.links(SPACE, 5, 99))
+
+    assert (pool.awaited(), links()) == ([], list(zip(range(6), names, [SPACE, *names], strict=False)))
     pool.discard(read(pool, hashes)[1:2])
     assert pool.awaited() == [(SPACE, [names[1]])]
-    assert names[1] not in dict(pool.links(SPACE))
+    assert [own for _, own, _ in links()] == [names[0], *names[2:]]
+    assert not set(names) & {own for _, own, _ in pool.links(bytes(32), 0, 99)}
     store(pool, hashes)
     assert pool.awaited() == []
+
+
+def test_touched_blocks_are_evicted_after_all_others(pool):
+    one, two = chain(1, 2), chain(11, 12)
+    for hashes in (one, two):
+        store(pool, hashes)
+    pool.touch(SPACE, [*list(one), bytes(32)])
+    pool.touch(bytes(32), list(two))
+    assert pool.evict(2) == 2
+    assert (pool.lookup(one), pool.lookup(two)) == (2, 0)
+    pool.check_integrity()
 
 
 def test_absent_blocks_are_no_blocks(pool):
