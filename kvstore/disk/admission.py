@@ -12,6 +12,7 @@ here has no lock: callers hold theirs.
 from __future__ import annotations
 
 import enum
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ MOST_BLOCKS, LEAST_SHARE = 256, 32
 _STEP = 256
 #: So many slots of the disk's pool are looked at under its lock at once.
 _SLICE = 4096
+#: For each saved block that is written, so many that the disk has lost may be written before others.
+_REWRITES = 2
 #: It is looked for blocks that nobody can find when one of so many of the disk's blocks was evicted.
 _SWEPT_SHARE = 16
 
@@ -106,7 +109,37 @@ class WriterCounts:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], rest: Sequence[HeldBlock]) -> list[Offer]:
+class Rewrites:
+    """Bounds the blocks that are written before saved ones: a disk's worth at once, and so many for each saved one.
+
+    On a disk that is small for the chains in use, each chain would else be written again with each of its saves. Any
+    thread may call.
+
+    Args:
+        num_slots: of the disk.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._most = self._left = num_slots
+        self._lock = threading.Lock()
+
+    def earn(self, num_blocks: int) -> None:
+        """Note saved blocks that were written."""
+        with self._lock:
+            self._left = min(self._left + _REWRITES * num_blocks, self._most)
+
+    def take(self, num_blocks: int) -> bool:
+        """Return whether so many blocks may be written before others."""
+        with self._lock:
+            if num_blocks > self._left:
+                return False
+            self._left -= num_blocks
+            return True
+
+
+def put_off(
+    memory: Pool, disk: Pool, rewrites: Rewrites, offer: Offer, run: Sequence[HeldBlock], rest: Sequence[HeldBlock]
+) -> list[Offer]:
     """Return what is written in place of a run of saved blocks, of which the disk lacks what is before it.
 
     That is what memory has of it, from the root on, and then the run, and then the rest of the offer, which may lack
@@ -127,6 +160,7 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
         own = above
     # What can have no places together is not tried: it would take those of others for nothing.
     has_room = run[-1].depth < disk.num_slots and len(slots) + len(run) <= disk.most_slots_of(run[0].tenant)
+    has_room = has_room and rewrites.take(len(slots))
     behind = offer.part(run, OfferKind.BEHIND, [] if has_room else ["disk_full"])
     before = replace(
         behind, slots=slots[::-1], hashes=names[::-1], kind=OfferKind.BEFORE, tenant=run[0].tenant,

@@ -24,6 +24,7 @@ from kvstore.disk.admission import (
     MOST_BLOCKS,
     Offer,
     OfferKind,
+    Rewrites,
     SeenFilter,
     Sweep,
     WriteBudget,
@@ -86,6 +87,7 @@ class Writer:
         self._pages = RunPages(MOST_BLOCKS)
         self._sweep = Sweep(context.memory_pool, context.disk_pool)
         self._sweeping: Future[int] | None = None
+        self._rewrites = Rewrites(context.disk_pool.num_slots)
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
         """Note blocks that became readable; `is_on_disk` if they come from there.
@@ -256,7 +258,7 @@ class Writer:
                 for run in runs_of_held(wanted):
                     if not self._write_run(offer, run, claimed):
                         rest = wanted[num_done + len(run) :]
-                        self._put(put_off(pool, context.disk_pool, offer, run, rest), is_first=True)
+                        self._put(put_off(pool, context.disk_pool, self._rewrites, offer, run, rest), is_first=True)
                         break
                     num_done += len(run)
             except BaseException:
@@ -321,6 +323,8 @@ class Writer:
             # it is not the one that stands before the bytes now.
             pool.abort_store(ticket.write_id, OWNER)
             raise
+        if offer.kind is not OfferKind.BEFORE:
+            self._rewrites.earn(num_published)
         with self._lock:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes

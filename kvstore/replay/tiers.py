@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, put_off
+from kvstore.disk.admission import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, Rewrites, put_off
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record
 from kvstore.disk.restore import restore, usable
@@ -54,6 +54,7 @@ class TierNode:
         self._offers = list[Offer]()
         self.memory = self._make_pool(self._memory_blocks, self._offered if self._disk_blocks else None)
         self.disk, self._places = Pool(self._disk_blocks), Places(self._disk_blocks)
+        self._rewrites = Rewrites(self._disk_blocks)
 
     def _offered(self, namespace: bytes, slots: list[int], owner: str) -> None:
         if owner != _READER:  # Those come from the disk.
@@ -171,7 +172,8 @@ class TierNode:
             self._leave_out(offer, "evicted", len(offer.slots) - len(held))
             for run in runs_of_held(held):
                 if not self._write(offer, run):
-                    queue.extendleft(reversed(put_off(self.memory, self.disk, offer, run, held[num_done + len(run) :])))
+                    behind = held[num_done + len(run) :]
+                    queue.extendleft(reversed(put_off(self.memory, self.disk, self._rewrites, offer, run, behind)))
                     break
                 num_done += len(run)
             if lease_id:
@@ -194,7 +196,10 @@ class TierNode:
         ):
             record = _record(run[index], places.place[slot], places.take_generations(1)[0])
             places.record[slot] = self._index[record.place] = record
-        self.num_written += disk.complete_store(ticket.write_id, _WRITER)
+        num_published = disk.complete_store(ticket.write_id, _WRITER)
+        self.num_written += num_published
+        if offer.kind is not OfferKind.BEFORE:
+            self._rewrites.earn(num_published)
         return True
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from disk_store import refuse, stops_writing, wait_until
 
-from kvstore.disk.admission import Offer, OfferKind, Sweep, put_off
+from kvstore.disk.admission import Offer, OfferKind, Rewrites, Sweep, put_off
 from kvstore.pool.pool import Pool
 from kvstore.pool.tenants.limits import TenantLimits
 from kvstore.pool.tenants.table import TenantTable
@@ -44,7 +44,7 @@ def test_what_is_written_before_blocks_that_were_saved():
     saved = offer_of(memory, hashes, OfferKind.SAVED)
 
     def offers(disk=disk):
-        *before, behind, rest = found = put_off(memory, disk, saved, run, other)
+        *before, behind, rest = found = put_off(memory, disk, Rewrites(620), saved, run, other)
         assert {(offer.namespace, offer.num_clears, offer.version, offer.generation) for offer in found} == {
             (SPACE, 3, 4, 0)
         }
@@ -71,7 +71,7 @@ def test_what_is_written_before_blocks_that_were_saved():
     assert offers() == ([slots[100:598]], False, [])
     memory.discard(slots[597:598])
     assert offers() == ([], True, [])
-    assert len(put_off(memory, disk, saved, run, [])) == 1
+    assert len(put_off(memory, disk, Rewrites(620), saved, run, [])) == 1
 
 
 def test_what_can_have_no_places_together_is_not_tried():
@@ -82,10 +82,27 @@ def test_what_can_have_no_places_together_is_not_tried():
     disks = [(Pool(9), ""), (Pool(10), ""), *((Pool(40, tenants=TenantTable(40, limits)), name) for name in limits)]
     for at, (disk, tenant) in enumerate(disks):
         mine = [block._replace(tenant=tenant) for block in run]
-        kinds = [offer.kind for offer in put_off(memory, disk, saved, mine, [])]
-        why = put_off(memory, disk, saved, mine, [])[-1].why
+        kinds = [offer.kind for offer in put_off(memory, disk, Rewrites(99), saved, mine, [])]
+        why = put_off(memory, disk, Rewrites(99), saved, mine, [])[-1].why
         expected = ([OfferKind.BEFORE, OfferKind.BEHIND], []) if at % 2 else ([OfferKind.BEHIND], ["disk_full"])
         assert (kinds, why) == expected
+
+
+def test_what_the_disk_loses_again_and_again_is_written_a_few_times_for_each_saved_block():
+    memory, disk, hashes = Pool(20), Pool(20), chain(*range(1, 11))
+    store(memory, hashes)
+    saved, run, rewrites = offer_of(memory, hashes, OfferKind.SAVED), run_of(memory, hashes, 9), Rewrites(20)
+
+    def tried():
+        return len(put_off(memory, disk, rewrites, saved, run, [])) == 2
+
+    assert [tried() for _ in range(3)] == [True, True, False], "two times nine of twenty"
+    rewrites.earn(3)
+    assert (tried(), tried()) == (False, False)
+    rewrites.earn(1)
+    assert (tried(), tried()) == (True, False)
+    rewrites.earn(1000)
+    assert [tried() for _ in range(3)] == [True, True, False], "never more than the disk has slots"
 
 
 def test_the_tenant_that_saved_pays_for_what_is_before_its_blocks_except_for_shared_ones():
@@ -94,7 +111,7 @@ def test_the_tenant_that_saved_pays_for_what_is_before_its_blocks_except_for_sha
     run = run_of(memory, hashes, 0)
     theirs = [block._replace(tenant=name) for block, name in zip(run, ["", "b", "b", "a", "a"], strict=True)]
     saved = offer_of(memory, hashes, OfferKind.SAVED)
-    before, _ = put_off(memory, Pool(20), saved, theirs[3:], [])
+    before, _ = put_off(memory, Pool(20), Rewrites(20), saved, theirs[3:], [])
     assert [block.tenant for block in before.held(theirs)] == ["", "a", "a"]
     assert saved.held(theirs) == theirs
     assert saved.held([run[0]._replace(block_hash=bytes(32))]) == [], "the slot has another block"
@@ -306,6 +323,34 @@ def test_at_a_stop_with_back_what_is_written_can_be_found_without_memory(start, 
     found = [saves.load(hashes).num_blocks for hashes in chains]
     assert found[-1] == 12, "the one that was used last is whole"
     assert sum(found) == num_places
+
+
+def test_a_disk_that_is_small_for_the_chains_in_use_is_not_written_over_and_over(start, cluster):
+    saves = start(disk_capacity_bytes=1 << 17)  # 15 places.
+    chains = [cluster.hashes(30, seed=seed) for seed in range(2)]
+    for end in range(10, 15):
+        for number, hashes in enumerate(chains):
+            saves.save(hashes[:end], 30 * number, is_written=False)
+            stops_writing(saves)
+    assert lost(saves.disk.pool, cluster.space.digest) == []
+    num_saved = 2 * 14
+    assert saves.num("num_written") <= 15 + 3 * num_saved
+
+
+def test_at_a_stop_with_back_what_the_disk_has_of_the_blocks_used_last_stays(start, cluster):
+    saves = start(disk_capacity_bytes=1 << 18, **BACK, low_watermark=0.4, high_watermark=0.5)  # 31 places.
+    used, older, new = (cluster.hashes(12, seed=seed) for seed in range(3))
+    for hashes in (used, older, *(cluster.hashes(12, seed=9 + at) for at in range(3))):
+        saves.save(hashes, is_written=False)
+        stops_writing(saves)
+    for hashes in (older, used):
+        saves.load(hashes)
+    saves.save(new, is_written=False)
+    stops_writing(saves)
+    num_there = len(saves.disk.pool.present(list(used)))
+    saves.restart()
+    assert num_there > 0
+    assert [saves.disk.pool.lookup(hashes) for hashes in (new, used)] == [12, 12]
 
 
 def test_blocks_that_come_from_the_end_of_their_chain_on_are_all_written(start, cluster):
