@@ -125,6 +125,26 @@ def test_a_store_that_a_restart_ends_says_so(store, get, node_ids):
     assert 'reason="a restart"' in log.read_text()
 
 
+def test_the_end_of_a_store_frees_the_memory_that_is_kept_and_leaves_no_file_of_a_socket(
+    ray_cluster, make_space, chain_of, node_ids, open_engine
+):
+    made, node = kvstore.start("2MiB", name="ends"), node_ids[0]
+    path = Path(handover_path("ends", node))
+    try:
+        engine = open_engine(made, make_space("ends"), node)
+        engine.save(chain_of(make_space("ends"), 4))
+        engine.client.close()
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (changing, rolling):
+                patch.setattr(module, "check_node", lambda *_: None)
+            with pytest.raises(StoreUnavailable, match="kept for"):
+                made.restart([node], disk_path="/proc/nvme", disk_capacity="1GiB")
+        assert path.exists()
+    finally:
+        made.destroy()
+    assert not path.exists()
+
+
 def test_a_restart_leaves_no_file_of_a_socket_where_no_client_had_come(ray_cluster):
     made = kvstore.start("2MiB", name="unused")
     try:
