@@ -116,9 +116,10 @@ class _Turn:
         if not self._has_ended:
             why = str(error).removeprefix(f"node {self._node_id}: ")
             return f"node {self._node_id} was not restarted, and its store serves on: {why}"
-        left_s = self._kept_until_s - time.monotonic()
-        text = f"node {self._node_id} has no store again: {error}"
-        return text + (f"; its memory is kept for {left_s:.0f} s, for a restart that works" if left_s > 0 else "")
+        left_s, text = self._kept_until_s - time.monotonic(), f"node {self._node_id} has no store again: {error}"
+        if left_s <= 0 or _has_left(self._node_id):
+            return text
+        return f"{text}; its memory is kept for {left_s:.0f} s, for a restart with settings that work"
 
     def run(self, *, cold: bool) -> dict[str, Any]:
         """Restart the node; return how its next store began."""

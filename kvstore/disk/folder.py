@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -154,16 +155,13 @@ def check_folder(root: str, store: str, node_id: str, num_bytes: int) -> None:
         ConfigError: as for `open_folder`.
     """
     with _disk_errors(root) as base:
-        there = next(path for path in (base, *base.parents) if path.exists())
-        # Not access(2), which knows no quota of folders and no file system that makes none. Its name is nobody else's.
-        probe = there / f".raykv-{secrets.token_hex(8)}"
-        probe.mkdir(mode=0o700)
-        probe.rmdir()
         for path in _folders(base, store, node_id):
             if not path.exists():
-                _check_room(there, num_bytes)
+                _check_new(base, num_bytes)
                 return
             _check_owner(path)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, f"{path.name} in it cannot be written")
             _check_ours(path)
             if not _was_held_by(path, _holder(node_id)) and _is_locked(path / LOCK):
                 continue
@@ -171,6 +169,16 @@ def check_folder(root: str, store: str, node_id: str, num_bytes: int) -> None:
             Folder(path, -1).label()
             return
         raise _too_many(base)
+
+
+def _check_new(base: Path, num_bytes: int) -> None:
+    """Check that a folder can be made below a path, with that path where it is not there yet."""
+    there = next(path for path in (base, *base.parents) if path.exists())
+    # access(2) knows of no file system that makes no folders. The name is nobody else's.
+    probe = there / f".raykv-{secrets.token_hex(8)}"
+    probe.mkdir(mode=0o700)
+    probe.rmdir()
+    _check_room(there, num_bytes)
 
 
 @contextlib.contextmanager

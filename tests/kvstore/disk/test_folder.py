@@ -1,9 +1,11 @@
 """The folder of a disk tier: chosen, locked, labelled, and nobody else's files are touched."""
 
+import errno
 import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from disk_store import SOON_S, checksum
@@ -278,6 +280,21 @@ def test_a_check_finds_what_an_opening_would_and_changes_nothing(opened, tmp_pat
 def test_a_check_refuses_a_path_that_cannot_be_a_folder(root):
     with pytest.raises(ConfigError, match="disk_path"):
         check(root)
+
+
+def test_a_check_wants_to_write_only_where_a_store_would(opened, tmp_path, monkeypatch):
+    opened.close(opened("a"))
+
+    def no_folder(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", no_folder)
+    check(tmp_path, "a")
+    with pytest.raises(ConfigError, match=r"disk_path: wanted a folder .* Permission denied"):
+        check(tmp_path / "new")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="kv-0 in it cannot be written"):
+        check(tmp_path, "a")
 
 
 def test_a_check_counts_what_the_present_files_of_this_node_take_and_refuses_those_of_others(opened, tmp_path):
