@@ -218,6 +218,14 @@ def call(what: str, method: Any, *args: Any, timeout_s: float) -> Any:
     return answer(what, begin(what, method, *args), timeout_s)
 
 
+def stop_for(what: str, handle: Any, reason: str, timeout_s: float) -> None:
+    """Call `stop` of an actor, which logs the reason; raises what `call` raises."""
+    try:
+        call(what, handle.stop, reason, timeout_s=timeout_s)
+    except TypeError:  # It is of a version whose `stop` takes no reason.
+        call(what, handle.stop, timeout_s=timeout_s)
+
+
 def what_is(key: str) -> str:
     """Return what a key of `ask_all` names, for errors. No id of a node has a slash."""
     if not key:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -49,8 +49,7 @@ class Store:
     def __init__(self, config: StoreConfig, session: RaySession, started_as: str | None = None) -> None:
         self.config, self._session = config, session
         self._started_as = started_as  # None: another handle started the store, and only that stops it.
-        self._pid = os.getpid()
-        self._closed, self._has_ended = False, False
+        self._pid, self._closed, self._has_ended = os.getpid(), False, False
 
     def __repr__(self) -> str:
         return f"Store({self.config.name!r}, {self.config.capacity_bytes} bytes a node)"
@@ -179,22 +178,24 @@ class Store:
         return drain_node(node_id, self._handles(), timeout_s, hand_over_bytes)
 
     def restart(
-        self, node_ids: Sequence[str] | None = None, *, cold: bool = False, wait_s: float = 10.0, **changes: Any
-    ) -> dict[str, dict[str, Any]]:
+        self, node_ids: Sequence[str] | None = None, *, cold: bool = False, wait_s: float = 10.0,
+        on_step: Callable[[str, str], object] = lambda node_id, what: None, **changes: Any,
+    ) -> dict[str, dict[str, Any]]:  # fmt: skip
         """Restart node stores one after the other, with changed settings, and keep their blocks where that is safe.
 
         First digits of `node_ids` are enough. Each node waits up to `wait_s` for leases, writes and hand-offs. Clients
-        are made anew. docs/operations.md has the settings that keep the blocks; with `cold` all begin empty.
+        are made anew. docs/operations.md has the settings that keep the blocks; with `cold` all begin empty. `on_step`
+        is called before each step, with the id of a node and what it does.
 
         Returns:
             By node id: {"is_warm", "num_blocks", "num_held_slots", "why_cold"}.
 
         Raises:
-            ConfigError: a setting cannot work; nothing changed.
+            ConfigError: a setting cannot work, here or on a node; nothing changed.
             StoreUnavailable: a node has no store again; those after it serve on as they were.
         """
         self._check()
-        self.config, found = restart_store(self.config.name, node_ids, changes, cold=cold, wait_s=wait_s)
+        self.config, found = restart_store(self.config.name, node_ids, changes, cold, wait_s, on_step)
         return found
 
     def stats(self) -> dict[str, Any]:
@@ -341,9 +342,8 @@ class Store:
             )
 
     def _again(self) -> str:
-        if self._session.is_own:
-            return start_call(self.config.name)
-        return f"kvstore.connect({self.config.name!r}, address={self.address!r})"
+        name = self.config.name
+        return start_call(name) if self._session.is_own else f"kvstore.connect({name!r}, address={self.address!r})"
 
     def _handles(self) -> dict[str, Any]:
         self._check()

@@ -46,8 +46,10 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
     stops: dict[str, Any] = {}
     for path, handle in own.items():
         _, _, node = path.partition(f"{actor_name(name, 'node')}/")
+        _, _, holder = path.partition(f"{actor_name(name, 'handover')}/")
         with contextlib.suppress(AttributeError):
-            stops |= {node: handle.stop} if node else {}
+            # A holder of memory removes the file of its socket, which a killed one leaves.
+            stops |= {node: handle.stop} if node else {holder: handle.end} if holder else {}
     ask_all(stops, timeout_s=patience_s)
     for path in sorted(own, key=lambda path: path == supervisor):
         with contextlib.suppress(KVStoreError), ray_failures(path):

@@ -29,6 +29,8 @@ from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
 from kvstore.remote.shards.placing import merged, shard_of
 
 _NODES_S = 5.0
+#: For the reason of an error, which is not worth a longer wait.
+_WHY_S = 2.0
 #: Ray passes a constructor's error on only as text.
 _CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 
@@ -80,8 +82,18 @@ def node_store(node_id: str | None = None, name: str = "default") -> Any:
         return find_actor(actor_name(name, "node", wanted))
     except StoreNotRunning as error:
         raise StoreNotRunning(
-            f"node {wanted} has no store named {name!r}; nodes of this cluster: {sorted(alive_nodes())}"
+            f"node {wanted} has no store named {name!r}{_why_none(name, wanted)}; nodes of this cluster: "
+            f"{sorted(alive_nodes())}"
         ) from error
+
+
+def _why_none(name: str, node_id: str) -> str:
+    """Return what the supervisor knows of a node without a store, to be put behind a text; "" for nothing."""
+    with contextlib.suppress(KVStoreError):
+        supervisor = find_actor(actor_name(name, "supervisor"), _WHY_S)
+        problems = call("supervisor", supervisor.problems, timeout_s=_WHY_S)
+        return f" ({problems[node_id]})" if node_id in problems else ""
+    return ""
 
 
 def node_stores(name: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, Proto
 from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
 from kvstore.node.handover.giving import hand_over
+from kvstore.node.handover.needs import check_next
 from kvstore.node.handover.old_life import OldLife
 from kvstore.node.handover.taking import begin, take_old_life
 from kvstore.node.handover.transfer import handover_path
@@ -41,6 +42,7 @@ from kvstore.quotas import check_tenant
 from kvstore.remote.peers import PeerAddress
 from kvstore.runtime import clock
 from kvstore.runtime.clock import deadline_after
+from kvstore.runtime.life import ASKED_TO_STOP
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +141,11 @@ class NodeStore:
         """Return counts of the pool, NIXL and the served calls."""
         return self._core.stats()
 
-    def stop(self) -> None:
-        """Close everything; the caller kills the actor afterwards."""
+    def stop(self, reason: str = ASKED_TO_STOP) -> None:
+        """Close everything, and log the reason; the caller kills the actor afterwards."""
         self._metrics.stop()
         self._keeper.stop()
-        self._core.stop()
+        self._core.stop(reason)
 
     def attach(self, namespace: bytes, block_bytes: int) -> dict[str, int]:
         """Prepare the store for a namespace's blocks; the first call divides the arena into slots."""
@@ -275,6 +277,11 @@ class NodeStore:
         if not isinstance(options, dict):
             raise InvalidRequest(f"options: wanted a dict, got {type(options).__name__}")
         return answer(self._core, what, options)
+
+    @ray.method(concurrency_group=READY)
+    def check_next(self, needs: dict[str, Any]) -> None:
+        """Raise ConfigError if a next store here cannot have the `needs_of` its settings; this one serves on."""
+        check_next(self._core, needs)
 
     @ray.method(concurrency_group=DRAIN)
     def hand_over(self, path: str, wait_s: float) -> dict[str, int]:

@@ -7,13 +7,15 @@ their own thread in each actor: verbs that wait cannot delay the answer.
 from __future__ import annotations
 
 import logging
+import re
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import ray
 
 from kvstore.actors.calls import call, ray_failures
-from kvstore.errors import KVStoreError, TransferTimeout
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, TransferTimeout
 from kvstore.runtime.life import log_life, tell_whose
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ _SERVES_WITHIN_S, _CALL_S = 3.0, 2.0
 STUCK_S = 10.0
 #: The same for an actor that does not answer Ray either: it may only be suspended, and continue.
 SILENT_S = 60.0
+#: Free bytes and times change with each try, and make no other reason.
+_NUMBERS = re.compile(r"\d+(\.\d+)?")
 
 
 def show_life(**whose: str) -> None:
@@ -106,10 +110,28 @@ class ServedNodes:
         self._store, self._served = store, set[str]()
         #: Until when the end of a node's store is no loss.
         self._planned_until_s = dict[str, float]()
+        #: Until when a node waits for its turn in a restart, or has it.
+        self._in_turn_until_s = dict[str, float]()
+        #: The logged reason why a node has no store, without its numbers, by node id.
+        self._told = dict[str, str]()
 
     def plan_end(self, node_id: str, within_s: float) -> None:
         """Call it no loss if the store of a node ends within this time."""
         self._planned_until_s[node_id] = time.monotonic() + within_s
+
+    def expect_restart(self, node_ids: Iterable[str], within_s: float) -> None:
+        """Log of these nodes only what no restart ends by itself, for this time."""
+        self._in_turn_until_s |= dict.fromkeys(node_ids, time.monotonic() + within_s)
+
+    def failed(self, node_id: str, error: BaseException) -> None:
+        """Note why a node has no store, or not one of the present settings; logged once for each reason."""
+        in_turn = time.monotonic() < self._in_turn_until_s.get(node_id, 0.0)
+        is_passing = isinstance(error, IncompatibleStore) or not isinstance(error, ConfigError)
+        reason = _NUMBERS.sub("", str(error))
+        if (in_turn and is_passing) or self._told.get(node_id) == reason:
+            return
+        self._told[node_id] = reason
+        log_life("node_without_store", level=logging.WARNING, store=self._store, node=node_id, reason=error)
 
     def ended(self, node_id: str) -> None:
         """Note that the store of a node has ended, and that the next one is made."""
@@ -126,6 +148,7 @@ class ServedNodes:
             alive: ids of all nodes of the cluster.
             problems: why a node has no store, by its id.
         """
+        self._told = {node_id: said for node_id, said in self._told.items() if node_id in alive - served}
         for node_id in sorted(served - self._served):
             log_life("node_joined", store=self._store, node=node_id)
         for node_id in sorted(self._served - served):

@@ -33,7 +33,7 @@ from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServedNodes, Se
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
-from kvstore.runtime.life import Whole, log_life
+from kvstore.runtime.life import ASKED_TO_STOP, Whole, log_life
 from kvstore.runtime.threads.own_thread import on_thread
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,11 @@ class Supervisor:
 
         If other calls wait, the first of them becomes the starter.
         """
+        is_unwanted = self._leave(caller)
+        log_life("start_gave_up", level=logging.WARNING, ends_store=is_unwanted)
+        return is_unwanted
+
+    def _leave(self, caller: str) -> bool:
         with self._lock:
             waiting = self._waiting()
             is_lost = self._starter in self._heard_s and self._starter not in waiting
@@ -149,6 +154,11 @@ class Supervisor:
         self._served.plan_end(node_id, within_s)
 
     @ray.method(concurrency_group=ASKED)
+    def expect_restart(self, node_ids: list[str], within_s: float) -> None:
+        """Log no warning of stores of these nodes that a restart is about to replace, for this time."""
+        self._served.expect_restart(node_ids, within_s)
+
+    @ray.method(concurrency_group=ASKED)
     def hopeless(self) -> dict[str, str]:
         """Return the `problems` that stay as long as the settings do."""
         problems = dict(self._problems).items()
@@ -168,11 +178,12 @@ class Supervisor:
         return {node: text + (lacks.format(wanted, left[node]) if left[node] < wanted else "") for node in made}
 
     @ray.method(concurrency_group=ASKED)
-    def stop(self) -> None:
-        """Make no more actors; the caller ends the existing ones."""
+    def stop(self, reason: str = ASKED_TO_STOP) -> None:
+        """Make no more actors, and log the reason; the caller ends the existing ones."""
         with self._lock:
             self._stopping.set()
             running = list(self._running.values())
+        log_life("supervisor_stopped", reason=reason)
         wait(running, _CALL_S)
 
     def reconcile(self) -> list[str]:
@@ -223,8 +234,7 @@ class Supervisor:
                 served.append(node_id)
                 self._problems.pop(node_id, None)
                 continue
-            if str(self._problems.get(node_id)) != str(error):
-                log_life("node_without_store", level=logging.WARNING, node=node_id, reason=error)
+            self._served.failed(node_id, error)
             self._problems[node_id] = error
         self._served.note(set(served), set(nodes), self._problems)
         for shard in directory:

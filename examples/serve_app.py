@@ -11,6 +11,8 @@ import os
 import signal
 import string
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,6 +207,26 @@ def running_store(options: AppOptions, capacity: str = "256MiB") -> Iterator[Any
 
 
 @contextlib.contextmanager
+def telling(what: str, every_s: float = 15.0) -> Iterator[None]:
+    """Say on stderr that something is under way, now and again until the body is done."""
+    done = threading.Event()
+
+    def tell() -> None:
+        began_s = time.monotonic()
+        print(f"{what}; this takes some minutes", file=sys.stderr, flush=True)
+        while not done.wait(every_s):
+            print(f"{what}, since {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
 def running_app(options: AppOptions, store: Any) -> Iterator[str]:
     """Run the app on a store; yields the URL of its API. Ends the app, and Serve if it began it."""
     from ray import serve
@@ -213,7 +235,8 @@ def running_app(options: AppOptions, store: Any) -> Iterator[str]:
         logging.getLogger(name).setLevel(logging.WARNING)
     serve.start(http_options={"host": options.host, "port": options.port})
     try:
-        serve.run(build(options, store.address), name=APP, route_prefix="/")
+        with telling(f"the app is being deployed on the Ray at {store.address}"):
+            serve.run(build(options, store.address), name=APP, route_prefix="/")
         yield options.url
     finally:
         if options.address is None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, call, find_actor, ray_failures
+from kvstore.actors.calls import actor_name, call, find_actor, ray_failures, stop_for
 from kvstore.actors.finding import alive_nodes, make_actor, node_stores
 from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
 from kvstore.bounds import parse_bytes
 from kvstore.config import MAX_WATERMARK, PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.node.handover.needs import needs_of
+
+logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
 #: How long the old supervisor may take to end, and the new one to begin.
@@ -109,10 +113,31 @@ def _running(name: str, path: str) -> tuple[Any, dict[str, Any]]:
         raise
 
 
-def replace_supervisor(name: str, changes: Mapping[str, Any]) -> tuple[Any, StoreConfig]:
+def check_node(node_id: str, handle: Any, config: StoreConfig) -> None:
+    """Have a node's store check that the next one, with other settings, can have its disk, addresses and memory.
+
+    A store that cannot check it, because it is of an older version or hangs, is restarted all the same.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        call("store", handle.check_next, needs_of(config), timeout_s=_CALL_S)
+    except ConfigError as error:
+        raise ConfigError(f"node {node_id}: {error}") from error
+    except (KVStoreError, AttributeError) as error:
+        logger.info("node %s: whether it can have these settings is not known: %s", node_id, error)
+
+
+def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable[str] = ()) -> tuple[Any, StoreConfig]:
     """End a store's supervisor and make another one, with changed settings and this version of raykv.
 
     Stores with the old settings serve on; the new supervisor names them under problems, and leaves them alone.
+
+    Args:
+        name: of the store.
+        changes: of its settings.
+        node_ids: of the nodes that will be restarted, where the settings have to work.
 
     Returns:
         Its handle, and the settings.
@@ -132,9 +157,17 @@ def replace_supervisor(name: str, changes: Mapping[str, Any]) -> tuple[Any, Stor
         )
     config = changed(StoreConfig.from_json(said["config"]), changes)
     check_room(config, alive_nodes())
+    handles = node_stores(name)
+    # One after the other: two nodes of one machine may look at the same folder.
+    for node_id in node_ids:
+        try:
+            if node_id in handles:
+                check_node(node_id, handles[node_id], config)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; nothing was restarted, and no setting changed") from error
     if old is not None:
         with contextlib.suppress(KVStoreError):
-            call("supervisor", old.stop, timeout_s=_CALL_S)
+            stop_for("supervisor", old, "a restart makes another one", _CALL_S)
         with ray_failures("supervisor"):
             ray.kill(old)
     deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"])

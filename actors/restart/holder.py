@@ -26,11 +26,13 @@ class Holder:
         # The path is of this process's environment, as that of the stores here.
         self._path = handover_path(name, node_id)
         self._holder, self._keep_s = HolderLoop(self._path), keep_s
+        self._is_over = threading.Event()
         threading.Thread(target=self._run, name="raykv-holder", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._holder.run(self._keep_s)
+            self._is_over.set()
             time.sleep(_GRACE_S)
         finally:
             os._exit(0)
@@ -38,3 +40,8 @@ class Holder:
     def path(self) -> str:
         """Return where it listens; "" if the store gave its memory already, to the holder of another restart."""
         return "" if self._holder.is_given else self._path
+
+    def end(self) -> None:
+        """Let go of the memory, if it is still held, and remove the file of the socket; the caller ends the actor."""
+        self._holder.close()
+        self._is_over.wait(_GRACE_S)

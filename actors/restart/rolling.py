@@ -7,14 +7,15 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, ray_failures
+from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, ray_failures, stop_for
 from kvstore.actors.finding import actors_of, alive_nodes, make_actor
-from kvstore.actors.restart.changing import replace_supervisor
+from kvstore.actors.restart.changing import check_node, replace_supervisor
 from kvstore.actors.restart.holder import Holder
 from kvstore.bounds import check_flag, check_node_id, check_seconds, clip
 from kvstore.config import StoreConfig
@@ -38,12 +39,13 @@ def restart_store(
     name: str,
     node_ids: Sequence[str] | None,
     changes: Mapping[str, Any],
-    *,
     cold: bool,
     wait_s: float,
-    on_node: Callable[[str, dict[str, Any]], object] = lambda node_id, said: None,
+    on_step: Callable[[str, str], object] = lambda node_id, what: None,
 ) -> tuple[StoreConfig, dict[str, dict[str, Any]]]:
-    """Restart node stores, as `Store.restart` says; `on_node` is called after each node, with its result.
+    """Restart node stores, as `Store.restart` says.
+
+    `on_step` is called before each step, with the id of a node and what it does.
 
     Returns:
         The settings from now on, and the result by node.
@@ -52,18 +54,26 @@ def restart_store(
     wait_s = check_seconds("wait_s", wait_s)
     alive = sorted(alive_nodes())
     wanted = alive if node_ids is None else _named(node_ids, alive)
-    supervisor, config = replace_supervisor(name, changes)
+    supervisor, config = replace_supervisor(name, changes, wanted)
     results: dict[str, dict[str, Any]] = {}
-    for node_id in wanted:
+    for number, node_id in enumerate(wanted):
+        turn = _Turn(name, node_id, supervisor, config, wait_s, partial(on_step, node_id))
+        _expect_restart(supervisor, wanted[number:], turn.longest_s)
         try:
-            results[node_id] = _restart_node(name, node_id, supervisor, cold=cold, wait_s=wait_s)
+            results[node_id] = turn.run(cold=cold)
         except KVStoreError as error:
+            _expect_restart(supervisor, wanted, 0.0)
+            others = "the others serve on as they were, and " if len(alive) > 1 else ""
             raise StoreUnavailable(
-                f"node {node_id} has no store again: {error}; restarted: {sorted(results) or 'none'}; the others serve "
-                "on as they were, and another restart goes on with them"
+                f"{turn.outcome(error)}; restarted: {', '.join(results) or 'none'}; {others}another restart goes on"
             ) from error
-        on_node(node_id, results[node_id])
+        _expect_restart(supervisor, [node_id], 0.0)
     return config, results
+
+
+def _expect_restart(supervisor: Any, node_ids: list[str], within_s: float) -> None:
+    with contextlib.suppress(KVStoreError, AttributeError):  # It logs more then, and nothing else is different.
+        call("supervisor", supervisor.expect_restart, node_ids, within_s, timeout_s=_CALL_S)
 
 
 def _named(node_ids: Sequence[str], alive: list[str]) -> list[str]:
@@ -80,31 +90,82 @@ def _named(node_ids: Sequence[str], alive: list[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _restart_node(name: str, node_id: str, supervisor: Any, *, cold: bool, wait_s: float) -> dict[str, Any]:
-    path, old, holder, why_cold = actor_name(name, "node", node_id), None, None, _COLD if cold else ""
-    with contextlib.suppress(StoreNotRunning):
-        old = find_actor(path)
-    try:
-        if old is None:
-            why_cold = "the node had no store"
-        if cold:
-            _end_holders(name, node_id)
-        elif old is not None:
-            holder, where = _make_holder(name, node_id, wait_s)
-            why_cold = _give(old, where, wait_s) if holder is not None else f"no process can hold the memory: {where}"
-        before = _hopeless(supervisor, node_id)
+class _Turn:
+    """The restart of one node.
+
+    Args:
+        name: of the store.
+        node_id: of the node.
+        supervisor: makes the next store.
+        config: that it will have.
+        wait_s: for leases, writes and hand-offs to end.
+        say: called before each step.
+    """
+
+    def __init__(
+        self, name: str, node_id: str, supervisor: Any, config: StoreConfig, wait_s: float, say: Callable[[str], object]
+    ) -> None:
+        self._name, self._node_id, self._supervisor, self._config = name, node_id, supervisor, config
+        self._wait_s, self._say, self._path = wait_s, say, actor_name(name, "node", node_id)
+        #: Whether the old store may have ended, and until when a holder keeps its memory.
+        self._has_ended, self._kept_until_s = False, 0.0
+        self.longest_s = _CALL_S + _HOLDER_S + wait_s + 3 * _STOPS_S + _SERVES_S
+
+    def outcome(self, error: KVStoreError) -> str:
+        """Return what an error of `run` leaves."""
+        if not self._has_ended:
+            why = str(error).removeprefix(f"node {self._node_id}: ")
+            return f"node {self._node_id} was not restarted, and its store serves on: {why}"
+        left_s, text = self._kept_until_s - time.monotonic(), f"node {self._node_id} has no store again: {error}"
+        if left_s <= 0 or _has_left(self._node_id):
+            return text
+        return f"{text}; its memory is kept for {left_s:.0f} s, for a restart with settings that work"
+
+    def run(self, *, cold: bool) -> dict[str, Any]:
+        """Restart the node; return how its next store began."""
+        old, holder, why_cold = None, None, _COLD if cold else ""
+        with contextlib.suppress(StoreNotRunning):
+            old = find_actor(self._path)
         if old is not None:
+            check_node(self._node_id, old, self._config)  # Again: the nodes before it may have taken an address.
+        try:
+            if old is None:
+                self._has_ended, why_cold = True, "the node had no store"
+            if cold:
+                _end_holders(self._name, self._node_id)
+            elif old is not None:
+                until_s = time.monotonic() + self._wait_s + _STOPS_S + _KEEP_S
+                holder, where = _make_holder(self._name, self._node_id, self._wait_s)
+                if holder is None:
+                    why_cold = f"no process can hold the memory: {where}"
+                else:
+                    self._say(f"drains, and waits up to {self._wait_s:g} s for leases, writes and hand-offs")
+                    # Until it is known that nothing was given: this process may be ended meanwhile.
+                    self._kept_until_s = until_s
+                    if why_cold := _give(old, where, self._wait_s):
+                        self._kept_until_s = 0.0
+            said = self._next(old)
+            self._kept_until_s = 0.0
+        finally:
+            # The next store may have failed: then another restart, with settings that work, finds the memory there.
+            if holder is not None and not self._kept_until_s:
+                _end_holder(holder)
+        result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or _LOST}
+        logger.info("node %s was restarted: %s", self._node_id, result)
+        return result
+
+    def _next(self, old: Any) -> dict[str, Any]:
+        """End the old store, and wait for the next one."""
+        before = _hopeless(self._supervisor, self._node_id)
+        if old is not None:
+            self._say("ends its store")
             with contextlib.suppress(KVStoreError):
-                call("supervisor", supervisor.plan_end, node_id, _PLANNED_S, timeout_s=_CALL_S)
-            _end(path, old)
-        said = _wait_for_next(path, node_id, None if old is None else old._actor_id, supervisor, before)
-    finally:
-        if holder is not None:
-            with contextlib.suppress(KVStoreError), ray_failures("holder"):
-                ray.kill(holder)
-    result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or _LOST}
-    logger.info("node %s was restarted: %s", node_id, result)
-    return result
+                call("supervisor", self._supervisor.plan_end, self._node_id, _PLANNED_S, timeout_s=_CALL_S)
+            self._has_ended = True
+            _end(self._path, old)
+        self._say("starts its next store")
+        old_id = None if old is None else old._actor_id
+        return _wait_for_next(self._path, self._node_id, old_id, self._supervisor, before)
 
 
 def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
@@ -128,8 +189,15 @@ def _end_holders(name: str, node_id: str) -> None:
     """End what still holds the node's memory for a restart that was killed: the next store would take it."""
     begins = actor_name(name, "handover", f"{node_id}-")
     for path in [path for path in actors_of(name) if path.startswith(begins)]:
-        with contextlib.suppress(StoreNotRunning), ray_failures(path):
-            ray.kill(find_actor(path))
+        with contextlib.suppress(KVStoreError):
+            _end_holder(find_actor(path))
+
+
+def _end_holder(holder: Any) -> None:
+    with contextlib.suppress(KVStoreError, AttributeError):  # Killed alone, it would leave the file of its socket.
+        call("holder", holder.end, timeout_s=_CALL_S)
+    with contextlib.suppress(KVStoreError), ray_failures("holder"):
+        ray.kill(holder)
 
 
 def _give(old: Any, path: str, wait_s: float) -> str:
@@ -145,7 +213,7 @@ def _give(old: Any, path: str, wait_s: float) -> str:
 
 def _end(path: str, old: Any) -> None:
     with contextlib.suppress(KVStoreError, AttributeError):
-        call("store", old.stop, timeout_s=_STOPS_S)
+        stop_for("store", old, "a restart", _STOPS_S)
     with contextlib.suppress(KVStoreError), ray_failures(path):
         ray.kill(old)
 

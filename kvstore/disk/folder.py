@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -10,6 +11,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -135,12 +137,58 @@ def open_folder(root: str, store: str, node_id: str, num_bytes: int, wait_s: flo
     Raises:
         ConfigError: the path cannot be used, has too little room, or holds files that are not a tier's.
     """
+    with _disk_errors(root) as base:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _lock_first(base, store, node_id, num_bytes, clock.now_s() + wait_s)
+
+
+def check_folder(root: str, store: str, node_id: str, num_bytes: int) -> None:
+    """Check that `open_folder` would find a folder once this node's present store has let its own go; change nothing.
+
+    Args:
+        root: an absolute path.
+        store: name of the store.
+        node_id: of this store.
+        num_bytes: room that the tier needs.
+
+    Raises:
+        ConfigError: as for `open_folder`.
+    """
+    with _disk_errors(root) as base:
+        for path in _folders(base, store, node_id):
+            if not path.exists():
+                _check_new(base, num_bytes)
+                return
+            _check_owner(path)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, f"{path.name} in it cannot be written")
+            _check_ours(path)
+            if not _was_held_by(path, _holder(node_id)) and _is_locked(path / LOCK):
+                continue
+            _check_room(path, num_bytes)
+            Folder(path, -1).label()
+            return
+        raise _too_many(base)
+
+
+def _check_new(base: Path, num_bytes: int) -> None:
+    """Check that a folder can be made below a path, with that path where it is not there yet."""
+    there = next(path for path in (base, *base.parents) if path.exists())
+    # access(2) knows of no file system that makes no folders. The name is nobody else's.
+    probe = there / f".raykv-{secrets.token_hex(8)}"
+    probe.mkdir(mode=0o700)
+    probe.rmdir()
+    _check_room(there, num_bytes)
+
+
+@contextlib.contextmanager
+def _disk_errors(root: str) -> Iterator[Path]:
+    """Give the body the path, and raise what the system refuses there as ConfigError."""
     base = Path(root)
     if not base.is_absolute():
         raise ConfigError(f"disk_path: wanted an absolute path, got {clip(root)}; the stores of all nodes use it")
     try:
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _lock_first(base, store, node_id, num_bytes, clock.now_s() + wait_s)
+        yield base
     except OSError as error:
         raise ConfigError(
             f"disk_path: wanted a folder that is there or can be made, and that user {os.geteuid()} can write, got "
@@ -148,19 +196,38 @@ def open_folder(root: str, store: str, node_id: str, num_bytes: int, wait_s: flo
         ) from error
 
 
-def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: float) -> Folder:
-    holder = _LOCK_MAGIC + node_id.encode()
+def _holder(node_id: str) -> bytes:
+    return _LOCK_MAGIC + node_id.encode()
+
+
+def _folders(base: Path, store: str, node_id: str) -> list[Path]:
+    """Return the folders that a store may have, the one that this node had last first.
+
+    So stores of one host that start anew have their own blocks again.
+    """
     paths = [base / f"{store}-{number}" for number in range(_MOST_STORES)]
-    # The one that this node had last comes first: then stores of one host that start anew have their own blocks again.
-    for path in sorted(paths, key=lambda path: not _was_held_by(path, holder)):
+    return sorted(paths, key=lambda path: not _was_held_by(path, _holder(node_id)))
+
+
+def _check_owner(path: Path) -> None:
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}: wanted a folder of user {os.geteuid()} with mode 0700, got mode {info.st_mode & 0o7777:o} of "
+            f"user {info.st_uid}; give disk_path= another folder, or make it so if it is a disk tier of raykv"
+        )
+
+
+def _too_many(base: Path) -> ConfigError:
+    return ConfigError(f"disk_path: wanted at most {_MOST_STORES} stores below {base}, got one more; give another path")
+
+
+def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: float) -> Folder:
+    holder = _holder(node_id)
+    for path in _folders(base, store, node_id):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        info = path.lstat()
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise ConfigError(
-                f"{path}: wanted a folder of user {os.geteuid()} with mode 0700, got mode {info.st_mode & 0o7777:o} of "
-                f"user {info.st_uid}; give disk_path= another folder, or make it so if it is a disk tier of raykv"
-            )
+        _check_owner(path)
         _check_ours(path)  # Before the lock is made: in a folder of another program nothing is changed.
         lock_fd = _lock(path / LOCK, holder, until_s)
         if lock_fd is None:
@@ -172,12 +239,24 @@ def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: f
             os.close(lock_fd)
             raise
         return Folder(path, lock_fd)
-    raise ConfigError(f"disk_path: wanted at most {_MOST_STORES} stores below {base}, got one more; give another path")
+    raise _too_many(base)
 
 
 def _was_held_by(path: Path, holder: bytes) -> bool:
     with contextlib.suppress(OSError):
         return (path / LOCK).read_bytes() == holder
+    return False
+
+
+def _is_locked(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
     return False
 
 

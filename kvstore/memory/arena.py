@@ -135,12 +135,7 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
     Raises:
         ConfigError: this machine or container does not have that much memory left; nothing is allocated.
     """
-    room, source = available_bytes()
-    if num_bytes + _HEADROOM_BYTES > room:
-        raise ConfigError(
-            f"wanted a capacity of {num_bytes} bytes plus {_HEADROOM_BYTES} of headroom, got {room} bytes "
-            f"({source}); lower capacity= or free memory"
-        )
+    check_room(num_bytes)
     fd = os.memfd_create("raykv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
@@ -153,6 +148,25 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
     except OSError as error:
         os.close(fd)
         raise ConfigError(f"could not allocate {num_bytes} bytes of shared memory: {error}; lower capacity=") from error
+
+
+def check_room(num_bytes: int, freed_bytes: int = 0) -> None:
+    """Check that there is memory for a slab.
+
+    Args:
+        num_bytes: size of the slab.
+        freed_bytes: of another slab that is freed before.
+
+    Raises:
+        ConfigError: this machine or container does not have that much memory left.
+    """
+    room, source = available_bytes()
+    room += freed_bytes
+    if num_bytes + _HEADROOM_BYTES > room:
+        raise ConfigError(
+            f"wanted a capacity of {num_bytes} bytes plus {_HEADROOM_BYTES} of headroom, got {room} bytes "
+            f"({source}); lower capacity= or free memory"
+        )
 
 
 def check_memory(fd: int) -> None:

@@ -39,7 +39,7 @@ from kvstore.remote.shards.links import link_to_directory
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.socket_files import remove_stale_sockets
 from kvstore.runtime import clock
-from kvstore.runtime.life import log_life
+from kvstore.runtime.life import ASKED_TO_STOP, log_life
 from kvstore.runtime.threads.store_threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ class NodeCore:
         old: OldLife | None = None,
     ) -> None:
         if not 0 < len(node_id) <= MAX_NODE_ID_CHARS or "/" in node_id:
+            wanted = f"1 to {MAX_NODE_ID_CHARS} characters without a slash"
             raise InvalidRequest(
-                f"node_id: wanted 1 to {MAX_NODE_ID_CHARS} characters without a slash, got {clip(node_id)}; pass the "
-                "id that Ray has for the node"
+                f"node_id: wanted {wanted}, got {clip(node_id)}; pass the id that Ray has for the node"
             )
         self._host, self._pid = host, os.getpid()
         #: Held while the node is drained or put back, so that the directory is told the last of the two.
@@ -103,7 +103,7 @@ class NodeCore:
             where, replay = config.events_endpoint, config.events_replay_endpoint
             events = EventPublisher(where, replay, node_id, config.name) if where else None
             undo.pop_all()
-        self._memory_closed, self.old = False, old
+        self._memory_closed, self.old, self._why_stopped = False, old, ""
 
         def resolve(peer_id: str, within_s: float) -> PeerAddress:
             return self.peer_address() if peer_id == node_id else resolve_peer(peer_id, within_s)
@@ -142,7 +142,7 @@ class NodeCore:
             hints.start(_FIRST_CONTACT_S) if old is None else old.begin(self.state)
             self.control.start(self.control_path, host)
         except BaseException:
-            self.stop()  # It lets the disk's folder go.
+            self.stop("its start failed")  # It lets the disk's folder go.
             raise
         self._say("store_started", capacity_bytes=config.capacity_bytes)
 
@@ -314,14 +314,14 @@ class NodeCore:
                 logger.debug("no mover statistics: %s", error)
         return result
 
-    def stop(self) -> None:
-        """Close everything; may be called again. Workers that still map the arena keep their mapping.
+    def stop(self, reason: str = ASKED_TO_STOP) -> None:
+        """Close everything; may be called again: the first reason counts. Workers keep their mapping of the arena.
 
         In a forked child this does nothing: all of this belongs to the parent; the child's copies end with the child.
         """
         if os.getpid() != self._pid:
             return
-        state, service = self.state, self.state.pool_service
+        state, service, self._why_stopped = self.state, self.state.pool_service, self._why_stopped or reason
         with self.draining:
             service.is_ending = service.is_draining = service.is_closed_to_peers = True
         with contextlib.ExitStack() as steps:
@@ -347,4 +347,4 @@ class NodeCore:
             self._memory_closed = True
             self.state.arena.close()
             self.state.presence.close()
-            self._say("store_stopped")
+            self._say("store_stopped", reason=self._why_stopped)

@@ -16,6 +16,8 @@ logger = logging.getLogger("kvstore.life")
 
 #: Lines of one kind that pass a limit in ten seconds, where a client could cause them without end.
 MOST_LINES = 20
+#: The reason of an end, unless the caller says more.
+ASKED_TO_STOP = "stop was asked for"
 _PLAIN = re.compile(r"[A-Za-z0-9_./:+@-]+")
 _MOST_CHARS = 300
 #: Event, time, level and pid come before all others.

@@ -31,22 +31,24 @@ _OWN_WORDS = (
     (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
     (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
     (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
-    (r"\bdisk_(path|capacity)=(?=[ ,;.]|$)", r"--disk-\1"),
     (r"^(name|address): ", r"--\1: "),
     (r"^node_ids: ", "--node: "),
 )
+#: Of a text, or of what a node says in it.
+_BEGINS = r"(?:^|(?<=: ))"
 #: The same for settings that are options of `kvstore start`. Elsewhere `--set` alone gives them, by their names.
 _OWN_SETTINGS = (
-    (r"^disk_write_bytes_per_day: ", "--disk-write-budget: "),
-    (r"^disk_timeout_s: ", "--disk-timeout: "),
-    (r"^disk_path: ", "--disk-path: "),
+    (r"\bdisk_(path|capacity)=(?=[ ,;.]|$)", r"--disk-\1"),
+    (_BEGINS + r"disk_write_bytes_per_day: ", "--disk-write-budget: "),
+    (_BEGINS + r"disk_timeout_s: ", "--disk-timeout: "),
+    (_BEGINS + r"disk_path: ", "--disk-path: "),
     (
         r"^disk_capacity_bytes: wanted disk_path and disk_capacity_bytes together",
         "wanted --disk-path and --disk-capacity",
     ),
-    (r"^disk_capacity_bytes: ", "--disk-capacity: "),
-    (r"^block_bytes: ", "--block-bytes: "),
-    (r"^capacity_bytes: ", "--capacity: "),
+    (_BEGINS + r"disk_capacity_bytes: ", "--disk-capacity: "),
+    (_BEGINS + r"block_bytes: ", "--block-bytes: "),
+    (_BEGINS + r"capacity_bytes: ", "--capacity: "),
 )
 #: Numbers this large in errors about settings are sizes.
 _SIZE = re.compile(r"\b[0-9]{6,15}\b")

@@ -63,7 +63,11 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
             say(f"asking store {name!r} for a restart")
             store = connect(name, address)
             before = store.config
-            found = store.restart(list(node_ids) or None, cold=cold, wait_s=wait_s, **wanted)
+
+            def say_step(node_id: str, what: str) -> None:
+                say(f"node {node_id[:12]}: {what}")
+
+            found = store.restart(list(node_ids) or None, cold=cold, wait_s=wait_s, on_step=say_step, **wanted)
         if as_json:
             click.echo(json.dumps(found))
             return

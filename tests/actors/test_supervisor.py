@@ -9,7 +9,7 @@ import pytest
 from kvstore.actors import supervisor as module
 from kvstore.actors.supervisor import Supervisor
 from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError, PeerLost, TransferTimeout
+from kvstore.errors import ConfigError, IncompatibleStore, PeerLost, TransferTimeout
 
 
 class Idle(Supervisor):
@@ -161,6 +161,61 @@ def test_a_store_that_does_not_serve_while_a_restart_ends_it_is_not_lost_but_a_n
     assert changes_in(caplog) == ['node_lost n reason="left the cluster"']
 
 
+def refuse(patch, supervisor, error):
+    def check(node_id, handle):
+        raise error
+
+    patch.setattr(supervisor, "_check_settings", check)
+
+
+def test_a_reason_whose_numbers_change_is_told_once_and_again_after_the_node_served(kept, caplog, monkeypatch):
+    supervisor, _, _ = kept
+    caplog.clear()
+    for number in (123, 456.5, 7):
+        with monkeypatch.context() as patch:
+            refuse(patch, supervisor, ConfigError(f"wanted room, got {number} bytes"))
+            supervisor.reconcile()
+    told = [line for line in changes_in(caplog) if "without" in line]
+    assert told == [f'node_without_store {node} reason="wanted room, got 123 bytes"' for node in "nm"]
+    assert supervisor.problems()["n"] == "wanted room, got 7 bytes"
+    supervisor.reconcile()
+    refuse(monkeypatch, supervisor, ConfigError("wanted room, got 8 bytes"))
+    caplog.clear()
+    supervisor.reconcile()
+    assert sum("without" in line for line in changes_in(caplog)) == 2
+
+
+def test_nodes_that_wait_for_their_restart_are_no_warning_but_what_cannot_work_is(kept, caplog, monkeypatch):
+    supervisor, _, _ = kept
+    caplog.clear()
+    supervisor.expect_restart(["n"], 60.0)
+    for error in (IncompatibleStore("other settings"), TransferTimeout("says nothing")):
+        refuse(monkeypatch, supervisor, error)
+        supervisor.reconcile()
+        assert {line.split()[1] for line in changes_in(caplog) if "without" in line} == {"m"}
+    refuse(monkeypatch, supervisor, ConfigError("no such disk"))
+    supervisor.reconcile()
+    assert {line.split()[1] for line in changes_in(caplog) if "without" in line} == {"n", "m"}
+    supervisor.expect_restart(["n"], 0.0)
+    refuse(monkeypatch, supervisor, IncompatibleStore("other settings"))
+    supervisor.reconcile()
+    assert any("without_store n" in line for line in changes_in(caplog)), "the restart was killed"
+
+
+def test_a_start_that_gives_up_and_the_end_of_a_supervisor_are_one_line_each(joined, caplog):
+    shared = joined("first", "second")
+    caplog.clear()
+    with caplog.at_level("INFO", logger="kvstore.life"):
+        for caller in ("first", "second"):
+            shared.leave(caller)
+        shared.stop()
+        shared.stop("a restart makes another one")
+    said = [record.getMessage().partition(" time=")[0] for record in caplog.records]
+    assert said == ["event=start_gave_up"] * 2 + ["event=supervisor_stopped"] * 2
+    ends = "ends_store=false", "ends_store=true", 'reason="stop was asked for"', 'reason="a restart makes another one"'
+    assert all(record.getMessage().endswith(end) for record, end in zip(caplog.records, ends, strict=True))
+
+
 def test_a_supervisor_that_is_stopped_in_a_round_calls_no_node_lost(kept, caplog, monkeypatch):
     supervisor, _, nodes = kept
     caplog.clear()
@@ -171,7 +226,7 @@ def test_a_supervisor_that_is_stopped_in_a_round_calls_no_node_lost(kept, caplog
 
     monkeypatch.setattr(module, "alive_nodes", stopped)
     assert supervisor.reconcile() == []
-    assert changes_in(caplog) == []
+    assert [line.split()[0] for line in changes_in(caplog)] == ["supervisor_stopped"]
 
 
 def test_all_that_ask_while_a_round_is_under_way_share_it(idle, monkeypatch):

@@ -107,6 +107,10 @@ def test_an_error_is_one_object_with_json(monkeypatch):
         ),
         (ConfigError("block_bytes: wanted 0 (automatic), got 7"), "ConfigError: --block-bytes: wanted 0"),
         (
+            ConfigError("node 5c1f: disk_path: wanted a folder; give disk_path= another"),
+            "node 5c1f: --disk-path: wanted a folder; give --disk-path another",
+        ),
+        (
             ConfigError("give block_bytes= the size, or block_bytes=64"),
             "give --block-bytes the size, or block_bytes=64",
         ),

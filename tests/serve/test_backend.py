@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ with warnings.catch_warnings():
     from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 
     from kvstore.integrations.serve import backend as module
+from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, StoreNotRunning
 
 TICKET = {"do_remote_prefill": True, "do_remote_decode": False, "raykv_ticket": {"parts": ["x"]}}
@@ -76,8 +78,25 @@ def test_a_store_that_does_not_run_is_named_before_an_engine_starts(backend, mon
     assert "worker_extension_cls" not in backend.llm_config.engine_kwargs
 
 
+def runs(monkeypatch, **settings):
+    """Have a store run with these settings."""
+    store = SimpleNamespace(config=StoreConfig(**settings))
+    monkeypatch.setattr(module, "connect", lambda name, **_: contextlib.nullcontext(store))
+
+
+def test_a_tenant_that_the_store_lacks_is_named_before_an_engine_starts(backend, monkeypatch):
+    extra = backend.kv_transfer_config["kv_connector_extra_config"]
+    runs(monkeypatch, tenants={"chat": {}})
+    extra["tenant"] = "batch"
+    with pytest.raises(ConfigError, match=r"tenant: wanted a tenant of this store.*got 'batch'; it has chat"):
+        backend.setup()
+    assert "worker_extension_cls" not in backend.llm_config.engine_kwargs
+    extra["tenant"] = "chat"
+    backend.setup()
+
+
 def test_engines_can_be_asked_for_their_namespace_unless_they_have_another_extension(backend, monkeypatch):
-    monkeypatch.setattr(module, "connect", lambda name, **_: SimpleNamespace(close=lambda: None))
+    runs(monkeypatch)
     backend.setup()
     assert backend.llm_config.engine_kwargs["worker_extension_cls"].endswith("RaykvWorker")
     backend.llm_config.engine_kwargs["worker_extension_cls"] = "mine.Own"

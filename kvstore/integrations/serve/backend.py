@@ -16,7 +16,9 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 
 from kvstore.api import connect
+from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.quotas import check_tenant
 from kvstore.runtime.threads.own_thread import on_thread
 
 CONNECTOR = "RaykvConnector"
@@ -33,11 +35,18 @@ def register() -> None:
         KVConnectorBackendFactory.register_backend(CONNECTOR, _BACKEND)
 
 
+def _config_of(name: str, address: str | None) -> StoreConfig:
+    with connect(name, address=address, timeout_s=_CONNECT_S) as store:
+        return store.config
+
+
 class RaykvBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
     """What Ray Serve has to know about RaykvConnector."""
 
     def setup(self) -> None:
-        """Check that the store runs, and let routers ask the engine for its namespace; before the engine starts.
+        """Check that the store runs and has the tenant; let routers ask the engine for its namespace.
+
+        This is before the engine starts.
 
         Raises:
             ConfigError: the store cannot be used; the message says what to do. No engine was started.
@@ -46,9 +55,7 @@ class RaykvBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
         name, address = extra.get("store", "default"), extra.get("address")
         try:
             # On a thread: a replica's constructor runs in an event loop, where Ray warns of calls that wait.
-            on_thread("raykv-check", lambda: connect(name, address=address, timeout_s=_CONNECT_S).close()).result(
-                2 * _CONNECT_S
-            )
+            config = on_thread("raykv-check", lambda: _config_of(name, address)).result(2 * _CONNECT_S)
         except (KVStoreError, TimeoutError) as error:
             raise ConfigError(
                 # What to do comes first: Ray Serve shows the beginning of an error.
@@ -56,6 +63,7 @@ class RaykvBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
                 "this Ray cluster and deploy again, or name another store in kv_connector_extra_config['store'] "
                 f"({type(error).__name__}: {error})"
             ) from None  # The text has it, and Ray Serve shows all tracebacks before the text.
+        check_tenant(config.tenants, extra.get("tenant", ""))  # Else the engine fails, without a reason.
         if not self.llm_config.engine_kwargs.get("worker_extension_cls"):
             self.llm_config.update_engine_kwargs(worker_extension_cls=_EXTENSION)
 

@@ -12,6 +12,7 @@ from kvstore.errors import KVStoreError, ProtocolError, StoreUnavailable
 from kvstore.memory.arena import keep_arena
 from kvstore.node.handover.message import check_samples, image_of, unseal
 from kvstore.node.handover.moving import fits, move
+from kvstore.node.handover.needs import check_places
 from kvstore.node.handover.old_life import Beginning, OldLife, check_is_of
 from kvstore.node.handover.processes import end, pid_of
 from kvstore.node.handover.transfer import TAKE, Parcel, connect, receive, send
@@ -32,9 +33,14 @@ def take_old_life(path: str, config: StoreConfig, node_id: str) -> tuple[OldLife
 
     Returns:
         (the old life, ""), or (None, why this store begins cold), or (None, "") if nothing is held there.
+
+    Raises:
+        ConfigError: this store cannot have its disk or its addresses; the memory is still held.
     """
     if not Path(path).exists():
         return None, ""
+    # First: it is given once only, and a store that fails later has lost it.
+    check_places(config, node_id)
     try:
         with connect(path, _ANSWER_S) as sock:
             send(sock, TAKE)

@@ -27,7 +27,7 @@ def test_a_node_that_leaves_ends_the_wait_and_the_error_says_so_but_not_when_the
     def begin(what, method):
         raise PeerLost("no round is made")
 
-    monkeypatch.setattr(module, "replace_supervisor", lambda name, changes: (supervisor, StoreConfig()))
+    monkeypatch.setattr(module, "replace_supervisor", lambda name, changes, node_ids: (supervisor, StoreConfig()))
     monkeypatch.setattr(module, "call", lambda *args, **options: {})
     for fake in (alive_nodes, find_actor, begin):
         monkeypatch.setattr(module, fake.__name__, fake)

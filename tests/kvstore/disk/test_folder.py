@@ -1,14 +1,16 @@
 """The folder of a disk tier: chosen, locked, labelled, and nobody else's files are touched."""
 
+import errno
 import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from disk_store import SOON_S, checksum
 
-from kvstore.disk.folder import FORMAT, INDEX, LABEL, LOCK, SLOTS, open_folder
+from kvstore.disk.folder import FORMAT, INDEX, LABEL, LOCK, SLOTS, check_folder, open_folder
 from kvstore.errors import ConfigError
 
 SLOT_BYTES, NUM_SLOTS = 8192, 10
@@ -251,3 +253,64 @@ def test_a_refused_folder_is_not_locked(opened, tmp_path):
         with pytest.raises(ConfigError):
             opened()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def check(root, node_id="a", num_bytes=1 << 16):
+    return check_folder(str(root), "kv", node_id, num_bytes)
+
+
+def listing(path):
+    return sorted(str(each) for each in path.rglob("*"))
+
+
+def test_a_check_finds_what_an_opening_would_and_changes_nothing(opened, tmp_path):
+    check(tmp_path / "new" / "er")
+    assert listing(tmp_path) == []
+    first, other = opened("a"), opened("b")
+    before = listing(tmp_path), (first.path / LOCK).read_bytes()
+    check(tmp_path, "a")
+    check(tmp_path, "b")
+    check(tmp_path, "c")
+    opened.close(other)
+    check(tmp_path, "c")
+    assert (listing(tmp_path), (first.path / LOCK).read_bytes()) == before
+
+
+@pytest.mark.parametrize("root", ["/proc/nvme", "/dev/null/x", "relative"])
+def test_a_check_refuses_a_path_that_cannot_be_a_folder(root):
+    with pytest.raises(ConfigError, match="disk_path"):
+        check(root)
+
+
+def test_a_check_wants_to_write_only_where_a_store_would(opened, tmp_path, monkeypatch):
+    opened.close(opened("a"))
+
+    def no_folder(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", no_folder)
+    check(tmp_path, "a")
+    with pytest.raises(ConfigError, match=r"disk_path: wanted a folder .* Permission denied"):
+        check(tmp_path / "new")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="kv-0 in it cannot be written"):
+        check(tmp_path, "a")
+
+
+def test_a_check_counts_what_the_present_files_of_this_node_take_and_refuses_those_of_others(opened, tmp_path):
+    folder = opened("a")
+    room = os.statvfs(tmp_path)
+    with pytest.raises(ConfigError, match="disk_capacity_bytes: wanted room"):
+        check(tmp_path, "b", room.f_blocks * room.f_frsize + 1)
+    own_bytes = 1 << 22
+    with open(folder.path / SLOTS, "wb") as slots:
+        os.posix_fallocate(slots.fileno(), 0, own_bytes)
+    info = os.statvfs_result((*room[:3], 1, 1, *room[5:]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: info)
+        check(tmp_path, "a", own_bytes)
+        with pytest.raises(ConfigError, match="disk_capacity_bytes: wanted room"):
+            check(tmp_path, "b", own_bytes)
+    (folder.path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="other files"):
+        check(tmp_path, "a")

@@ -98,6 +98,7 @@ def test_a_life_is_told_event_by_event(cluster, events, wait_until, tmp_path, re
         "store_started", "disk_on", "worker_gone", "namespace_cleared", "mover_gone", "directory_lost",
         "directory_resynced", "client_refused", "store_draining", "store_undrained", "store_stopped",
     ]  # fmt: skip
+    assert told[-1]["reason"] == "stop was asked for"
 
 
 def test_a_disk_that_fails_is_told_with_its_reason_and_so_is_its_return(

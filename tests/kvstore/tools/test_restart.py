@@ -21,7 +21,8 @@ class Store:
     def __init__(self, calls):
         self.calls, self.config = calls, BEFORE
 
-    def restart(self, node_ids, **options):
+    def restart(self, node_ids, on_step, **options):
+        on_step("0123456789abcdef", "starts its next store")
         self.calls.append((node_ids, options))
         changes = {name: value for name, value in options.items() if name not in ("cold", "wait_s")}
         self.config = replace(BEFORE, **changes)
@@ -41,6 +42,11 @@ def test_it_says_for_each_node_what_was_kept_or_why_not():
     assert shown.splitlines()[-2:] == [
         "node a: warm, 7 blocks kept, 2 slots wait for workers", "node b: cold: the old store gave nothing",
     ]  # fmt: skip
+
+
+def test_it_says_each_step_on_stderr():
+    done = CliRunner().invoke(restart_command(lambda name, address: Store([])), ["--json"])
+    assert done.stderr.splitlines()[-1] == "node 0123456789ab: starts its next store"
 
 
 def test_it_prints_json_alone_and_names_nodes():
