@@ -33,8 +33,8 @@ MOST_BLOCKS, LEAST_SHARE = 256, 32
 _STEP = 256
 #: So many slots of the disk's pool are looked at under its lock at once.
 _SLICE = 4096
-#: For each saved block that is written, so many that the disk has lost may be written before others.
-_REWRITES = 2
+#: For each saved block, so many that the disk has lost may be written in the places of others.
+_REWRITES = 4
 #: It is looked for blocks that nobody can find when one of so many of the disk's blocks was evicted.
 _SWEPT_SHARE = 16
 
@@ -67,7 +67,7 @@ class Offer:
     generation: int = 0
     #: Whether the first block is written without the one before it: memory cannot tell what that is.
     is_unlinked: bool = False
-    #: For BEFORE: whose they are on the disk, except shared ones: the tenant pays that saved what is behind them.
+    #: For BEFORE: who saved what is behind them. They never take the places of other tenants' blocks.
     tenant: str = SHARED
     #: Why blocks of BEFORE were left out, as far as it is known; shared with those BEHIND.
     why: list[str] = field(default_factory=list)
@@ -86,13 +86,15 @@ class Offer:
         )
 
     def held(self, blocks: Iterable[HeldBlock]) -> list[HeldBlock]:
-        """Return those of the blocks in the offer's slots that were offered, each as the one that pays has it."""
-        offered, pays = set(self.hashes), self.kind is OfferKind.BEFORE
-        return [
-            block._replace(tenant=self.tenant) if pays and block.tenant != SHARED else block
-            for block in blocks
-            if block.block_hash in offered
-        ]
+        """Return those of the blocks in the offer's slots that were offered."""
+        offered = set(self.hashes)
+        return [block for block in blocks if block.block_hash in offered]
+
+    def has_room(self, disk: Pool, run: Sequence[HeldBlock]) -> bool:
+        """Return whether a run may be written: blocks of other tenants only where these have room for them."""
+        owner = run[0].tenant
+        is_free = self.kind is not OfferKind.BEFORE or owner in (SHARED, self.tenant)
+        return is_free or disk.room_of(owner) >= len(run)
 
     def part(self, blocks: Sequence[HeldBlock], kind: OfferKind, why: list[str] | None = None) -> Offer:
         """Return an offer of some of these blocks."""
@@ -110,7 +112,7 @@ class WriterCounts:
 
 
 class Rewrites:
-    """Bounds the blocks that are written before saved ones: a disk's worth at once, and so many for each saved one.
+    """Bounds what is written before saved blocks in the places of others: a disk's worth, and so many for each of them.
 
     On a disk that is small for the chains in use, each chain would else be written again with each of its saves. Any
     thread may call.
@@ -123,18 +125,18 @@ class Rewrites:
         self._most = self._left = num_slots
         self._lock = threading.Lock()
 
-    def earn(self, num_blocks: int) -> None:
-        """Note saved blocks that were written."""
+    def take(self, num_blocks: int, num_saved: int) -> int:
+        """Return how many of these blocks may be written before so many saved ones."""
         with self._lock:
-            self._left = min(self._left + _REWRITES * num_blocks, self._most)
+            self._left = min(self._left + _REWRITES * num_saved, self._most)
+            num_granted = min(num_blocks, self._left)
+            self._left -= num_granted
+            return num_granted
 
-    def take(self, num_blocks: int) -> bool:
-        """Return whether so many blocks may be written before others."""
+    def give_back(self, num_blocks: int) -> None:
+        """Note that so many blocks were not written after all."""
         with self._lock:
-            if num_blocks > self._left:
-                return False
-            self._left -= num_blocks
-            return True
+            self._left = min(self._left + num_blocks, self._most)
 
 
 def put_off(
@@ -158,15 +160,16 @@ def put_off(
             is_linked = False  # The block there is still being written to memory, and comes to the disk later.
             break
         own = above
-    # What can have no places together is not tried: it would take those of others for nothing.
-    has_room = run[-1].depth < disk.num_slots and len(slots) + len(run) <= disk.most_slots_of(run[0].tenant)
-    has_room = has_room and rewrites.take(len(slots))
-    behind = offer.part(run, OfferKind.BEHIND, [] if has_room else ["disk_full"])
+    # What can have no places together is not tried, and free places cost nobody anything.
+    num_free, num_wanted = disk.num_free, len(slots) if run[-1].depth < disk.num_slots else 0
+    num_before = min(num_wanted, num_free) + rewrites.take(max(num_wanted - num_free, 0), len(run))
+    has_all = num_before == len(slots)
+    behind = offer.part(run, OfferKind.BEHIND, [] if has_all else ["disk_full"])
     before = replace(
-        behind, slots=slots[::-1], hashes=names[::-1], kind=OfferKind.BEFORE, tenant=run[0].tenant,
-        is_unlinked=not is_linked,
+        behind, slots=slots[::-1][:num_before], hashes=names[::-1][:num_before], kind=OfferKind.BEFORE,
+        tenant=run[0].tenant, is_unlinked=not is_linked,
     )  # fmt: skip
-    offers = [before, behind] if slots and has_room else [replace(behind, is_unlinked=has_room and not is_linked)]
+    offers = [before, behind] if num_before else [replace(behind, is_unlinked=has_all and not is_linked)]
     return [*offers, offer.part(rest, offer.kind)] if rest else offers
 
 

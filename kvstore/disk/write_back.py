@@ -22,6 +22,8 @@ from kvstore.runtime import clock
 _LOOK_S = 0.05
 #: Most blocks that are written at the end of a store: more than a disk takes in that time.
 _MOST_AT_END = 1 << 17
+#: Most blocks that are looked at then; those of them that the disk has need no write.
+_MOST_CHOSEN = 4 * _MOST_AT_END
 
 
 class WriteBack:
@@ -135,25 +137,27 @@ class WriteBack:
         """Write what is in memory and not on the disk, the blocks that were used last first; a store ends.
 
         What a block builds on comes before it, so that the next store can find it. These have the highest generations,
-        so that the next store evicts them last. With what they build on they are no more blocks than the disk has
-        slots, and at most `_MOST_AT_END`.
+        so that the next store evicts them last. With what they build on, and those that the disk has, they are no more
+        blocks than it has slots. At most `_MOST_AT_END` are written.
 
         Returns:
             How many blocks were not written in that time; they are counted as `stopped`.
         """
         writer, memory, disk = self._writer, self._context.memory_pool, self._context.disk_pool
-        most = min(disk.num_slots, _MOST_AT_END)
+        most = min(disk.num_slots, _MOST_CHOSEN)
         found = [(name, slots, memory.hashes_of(slots)) for name, slots in memory.by_touch(most, writer.is_worthy)]
         for namespace, _, hashes in reversed(found):  # What the disk has of them keeps its places.
             disk.touch(namespace, hashes)
         until_s, generation = clock.now_s() + timeout_s, writer.take_generations(most).stop
-        writer.most_queued = most
+        writer.most_queued, room, num_cut = _MOST_AT_END, _MOST_AT_END, 0
         for namespace, slots, hashes in found:
             here = disk.present(hashes)
             left = [slot for slot, own in zip(slots, hashes, strict=True) if own not in here]
-            generation -= len(left)
-            if left:
-                writer.queue_up(namespace, left, OfferKind.BEHIND, generation)
+            now = left[:room]
+            room, num_cut, generation = room - len(now), num_cut + len(left) - len(now), generation - len(now)
+            if now:
+                writer.queue_up(namespace, now, OfferKind.BEHIND, generation)
+        writer.drop("stopped", num_cut)
         while writer.num_unwritten() and clock.now_s() < until_s and not self._is_off():
             time.sleep(_LOOK_S)
-        return writer.drop_all("stopped")
+        return writer.drop_all("stopped") + num_cut

@@ -159,6 +159,7 @@ class Writer:
             offers = list(self._queue)
             self._queue.clear()
             self.num_queued = self.num_before = 0
+        self._rewrites.give_back(sum(len(offer.slots) for offer in offers if offer.kind is OfferKind.BEFORE))
         hashes = [own for offer in offers if offer.kind is not OfferKind.BEFORE for own in offer.hashes]
         num_left = len(set(hashes)) - len(self._context.disk_pool.present(hashes))
         self.drop(reason, num_left)
@@ -271,8 +272,9 @@ class Writer:
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
         if offer.kind is not OfferKind.BEFORE:
             self.drop(reason, num_blocks)
-        elif num_blocks:
+        elif num_blocks > 0:
             offer.why.append(reason)
+            self._rewrites.give_back(num_blocks)
 
     def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> bool:
         """Write blocks that follow each other, and count those that are left out; see `write`.
@@ -280,6 +282,9 @@ class Writer:
         Return False, and do nothing, if they are to be put off.
         """
         context, pool = self._context, self._context.disk_pool
+        if not offer.has_room(pool, run):
+            self._leave_out(offer, "disk_full", len(run))
+            return True
         try:
             ticket = pool.prepare_store(
                 chain_of(run), OWNER, needs_parent=offer.needs_parent(run[0]), num_clears=offer.num_clears,
@@ -323,8 +328,6 @@ class Writer:
             # it is not the one that stands before the bytes now.
             pool.abort_store(ticket.write_id, OWNER)
             raise
-        if offer.kind is not OfferKind.BEFORE:
-            self._rewrites.earn(num_published)
         with self._lock:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes

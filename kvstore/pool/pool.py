@@ -766,9 +766,9 @@ class Pool:
         """All slots."""
         return self.table.num_slots
 
-    def most_slots_of(self, tenant: str) -> int:
-        """Return how many slots a tenant may have in all."""
-        return self.num_slots if self._tenants is None else self._tenants.most_slots(self._number_of(tenant))
+    def room_of(self, tenant: str) -> int:
+        """Return how many more slots a tenant may have; those of the shared one are not bounded."""
+        return self.num_slots if self._tenants is None else self._tenants.room(self._number_of(tenant))
 
     @property
     def num_evicted(self) -> int:

@@ -196,15 +196,13 @@ class TierNode:
         ):
             record = _record(run[index], places.place[slot], places.take_generations(1)[0])
             places.record[slot] = self._index[record.place] = record
-        num_published = disk.complete_store(ticket.write_id, _WRITER)
-        self.num_written += num_published
-        if offer.kind is not OfferKind.BEFORE:
-            self._rewrites.earn(num_published)
+        self.num_written += disk.complete_store(ticket.write_id, _WRITER)
         return True
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
         if num_blocks and offer.kind is OfferKind.BEFORE:
             offer.why.append(reason)
+            self._rewrites.give_back(num_blocks)
         elif num_blocks:
             self.dropped[reason] += num_blocks
 
