@@ -90,12 +90,6 @@ class Offer:
         offered = set(self.hashes)
         return [block for block in blocks if block.block_hash in offered]
 
-    def has_room(self, disk: Pool, run: Sequence[HeldBlock]) -> bool:
-        """Return whether a run may be written: blocks of other tenants only where these have room for them."""
-        owner = run[0].tenant
-        is_free = self.kind is not OfferKind.BEFORE or owner in (SHARED, self.tenant)
-        return is_free or disk.room_of(owner) >= len(run)
-
     def part(self, blocks: Sequence[HeldBlock], kind: OfferKind, why: list[str] | None = None) -> Offer:
         """Return an offer of some of these blocks."""
         slots, hashes = [block.slot for block in blocks], [block.block_hash for block in blocks]
@@ -125,51 +119,73 @@ class Rewrites:
         self._most = self._left = num_slots
         self._lock = threading.Lock()
 
-    def take(self, num_blocks: int, num_saved: int) -> int:
-        """Return how many of these blocks may be written before so many saved ones."""
+    def earn(self, num_saved: int) -> None:
+        """Note saved blocks that were written, or that have to wait for what is before them."""
+        self.give_back(_REWRITES * num_saved)
+
+    def take(self, num_blocks: int) -> int:
+        """Return how many of these blocks may take the places of others."""
         with self._lock:
-            self._left = min(self._left + _REWRITES * num_saved, self._most)
             num_granted = min(num_blocks, self._left)
             self._left -= num_granted
             return num_granted
 
     def give_back(self, num_blocks: int) -> None:
-        """Note that so many blocks were not written after all."""
+        """Note that so many blocks took no places after all."""
         with self._lock:
             self._left = min(self._left + num_blocks, self._most)
 
 
-def put_off(
-    memory: Pool, disk: Pool, rewrites: Rewrites, offer: Offer, run: Sequence[HeldBlock], rest: Sequence[HeldBlock]
-) -> list[Offer]:
+def allowed(disk: Pool, rewrites: Rewrites, offer: Offer, run: list[HeldBlock]) -> tuple[list[HeldBlock], int]:
+    """Return the leading blocks of a run that may be written, as whose, and how many of them take places of others.
+
+    Only blocks that are before others are bounded. Their owner pays for them if it has room, else the tenant that saved
+    those: never in the places of another tenant.
+    """
+    if offer.kind is not OfferKind.BEFORE:
+        return run, 0
+    owner = run[0].tenant
+    if owner not in (SHARED, offer.tenant) and disk.room_of(owner) < len(run):
+        if disk.room_of(offer.tenant) < len(run):
+            return [], 0
+        run = [block._replace(tenant=offer.tenant) for block in run]
+    num_free = max(min(disk.num_free, disk.room_of(run[0].tenant)), 0)
+    num_granted = rewrites.take(max(len(run) - num_free, 0))
+    return run[: num_free + num_granted], num_granted
+
+
+def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], rest: Sequence[HeldBlock]) -> list[Offer]:
     """Return what is written in place of a run of saved blocks, of which the disk lacks what is before it.
 
     That is what memory has of it, from the root on, and then the run, and then the rest of the offer, which may lack
     the same. What is being written to the disk counts as there.
     """
     namespace, own, slots, names, is_linked = offer.namespace, run[0].parent, list[int](), list[bytes](), True
-    while own != namespace:
+    # What can have no places together is not tried: it would take those of others for nothing.
+    can_fit = run[-1].depth < disk.num_slots
+    while can_fit and own != namespace:
         hashes, more, above = memory.climb(namespace, own, _STEP)
         here = disk.held(namespace, [*hashes, above])
         end = next((at for at, name in enumerate([*hashes, above]) if name in here), None)
         slots += more[:end]
         names += hashes[:end]
         if end is not None:
+            own = [*hashes, above][end]
             break
         if above != namespace and len(more) < _STEP:
             is_linked = False  # The block there is still being written to memory, and comes to the disk later.
             break
         own = above
-    # What can have no places together is not tried, and free places cost nobody anything.
-    num_free, num_wanted = disk.num_free, len(slots) if run[-1].depth < disk.num_slots else 0
-    num_before = min(num_wanted, num_free) + rewrites.take(max(num_wanted - num_free, 0), len(run))
-    has_all = num_before == len(slots)
-    behind = offer.part(run, OfferKind.BEHIND, [] if has_all else ["disk_full"])
+    tenant = run[0].tenant
+    if (most := disk.most_slots_of(tenant)) < disk.num_slots:
+        num_there = disk.tenants_of(disk.climb(namespace, own, disk.num_slots)[1]).count(tenant)
+        num_own = memory.tenants_of(slots).count(tenant) + num_there
+        can_fit = can_fit and num_own + len(run) <= most
+    behind = offer.part(run, OfferKind.BEHIND, [] if can_fit else ["disk_full"])
     before = replace(
-        behind, slots=slots[::-1][:num_before], hashes=names[::-1][:num_before], kind=OfferKind.BEFORE,
-        tenant=run[0].tenant, is_unlinked=not is_linked,
-    )  # fmt: skip
-    offers = [before, behind] if num_before else [replace(behind, is_unlinked=has_all and not is_linked)]
+        behind, slots=slots[::-1], hashes=names[::-1], kind=OfferKind.BEFORE, tenant=tenant, is_unlinked=not is_linked
+    )
+    offers = [before, behind] if slots and can_fit else [replace(behind, is_unlinked=can_fit and not is_linked)]
     return [*offers, offer.part(rest, offer.kind)] if rest else offers
 
 

@@ -29,6 +29,7 @@ from kvstore.disk.admission import (
     Sweep,
     WriteBudget,
     WriterCounts,
+    allowed,
     put_off,
 )
 from kvstore.disk.places import TierContext, records_of, write_blocks
@@ -121,8 +122,8 @@ class Writer:
 
     def offer_of(self, namespace: bytes, slots: list[int], kind: OfferKind, generation: int = 0) -> Offer:
         """Note what is known of a namespace now, before blocks of it are pinned for their write: see the module."""
-        context, num_clears = self._context, self._context.disk_pool.num_clears(namespace)
-        hashes, version = context.memory_pool.hashes_of(slots), context.version_of(namespace)
+        num_clears, version = self._context.disk_pool.num_clears(namespace), self._context.version_of(namespace)
+        hashes = self._context.memory_pool.hashes_of(slots)
         return Offer(namespace, slots, hashes, num_clears, version, kind, generation)
 
     def queue_up(self, namespace: bytes, slots: list[int], kind: OfferKind, generation: int = 0) -> None:
@@ -159,7 +160,6 @@ class Writer:
             offers = list(self._queue)
             self._queue.clear()
             self.num_queued = self.num_before = 0
-        self._rewrites.give_back(sum(len(offer.slots) for offer in offers if offer.kind is OfferKind.BEFORE))
         hashes = [own for offer in offers if offer.kind is not OfferKind.BEFORE for own in offer.hashes]
         num_left = len(set(hashes)) - len(self._context.disk_pool.present(hashes))
         self.drop(reason, num_left)
@@ -259,7 +259,7 @@ class Writer:
                 for run in runs_of_held(wanted):
                     if not self._write_run(offer, run, claimed):
                         rest = wanted[num_done + len(run) :]
-                        self._put(put_off(pool, context.disk_pool, self._rewrites, offer, run, rest), is_first=True)
+                        self._put(put_off(pool, context.disk_pool, offer, run, rest), is_first=True)
                         break
                     num_done += len(run)
             except BaseException:
@@ -269,12 +269,13 @@ class Writer:
             pool.release(lease_id, OWNER)
             context.changed()
 
-    def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
+    def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> bool:
+        """Count blocks that are left out, under a reason; return True, as `_write_run` does for them."""
         if offer.kind is not OfferKind.BEFORE:
             self.drop(reason, num_blocks)
         elif num_blocks > 0:
             offer.why.append(reason)
-            self._rewrites.give_back(num_blocks)
+        return True
 
     def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> bool:
         """Write blocks that follow each other, and count those that are left out; see `write`.
@@ -282,8 +283,10 @@ class Writer:
         Return False, and do nothing, if they are to be put off.
         """
         context, pool = self._context, self._context.disk_pool
-        if not offer.has_room(pool, run):
-            self._leave_out(offer, "disk_full", len(run))
+        num_all = len(run)
+        run, num_taken = allowed(pool, self._rewrites, offer, run)
+        self._leave_out(offer, "disk_full", num_all - len(run))
+        if not run:
             return True
         try:
             ticket = pool.prepare_store(
@@ -292,22 +295,23 @@ class Writer:
             )  # fmt: skip
         except ChainBroken as error:
             logger.debug("blocks are not written to disk: %s", error)
+            self._rewrites.give_back(num_taken)
             is_off = self._is_off()
             if offer.kind is OfferKind.SAVED and not is_off:
+                self._rewrites.earn(len(run))
                 return False
             # Victims need no parent: their place in the chain is taken.
             reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
-            self._leave_out(offer, "off" if is_off else reason, len(run))
-            return True
+            return self._leave_out(offer, "off" if is_off else reason, len(run))
         except PoolExhausted as error:
             logger.debug("blocks are not written to disk: %s", error)
-            self._leave_out(offer, "disk_pool", len(run))
-            return True
+            self._rewrites.give_back(num_taken)
+            return self._leave_out(offer, "disk_pool", len(run))
         claimed()
+        self._rewrites.give_back(max(num_taken - len(ticket.packed_indexes) // 4, 0))
         if not ticket.write_id:
             is_cleared = ticket.num_clears != offer.num_clears
-            self._leave_out(offer, *(("cleared", len(run)) if is_cleared else ("disk_full", ticket.num_refused)))
-            return True
+            return self._leave_out(offer, *(("cleared", len(run)) if is_cleared else ("disk_full", ticket.num_refused)))
         try:
             blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
             with self._lock:
@@ -315,8 +319,7 @@ class Writer:
             if not may_write:
                 pool.abort_store(ticket.write_id, OWNER)
                 self._leave_out(offer, "budget", len(blocks))
-                self._leave_out(offer, "disk_full", ticket.num_refused)
-                return True
+                return self._leave_out(offer, "disk_full", ticket.num_refused)
             numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots) if offer.generation}
             new = iter(self.take_generations(sum(block.slot not in numbers for block in blocks)))
             generations = [numbers[block.slot] if block.slot in numbers else next(new) for block in blocks]
@@ -328,11 +331,12 @@ class Writer:
             # it is not the one that stands before the bytes now.
             pool.abort_store(ticket.write_id, OWNER)
             raise
+        if offer.kind is OfferKind.SAVED:
+            self._rewrites.earn(num_published)
         with self._lock:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes
-        self._leave_out(offer, "disk_full", ticket.num_refused)
-        return True
+        return self._leave_out(offer, "disk_full", ticket.num_refused)
 
     def take_generations(self, count: int) -> range:
         """Return the next generations, which no block had before."""

@@ -766,6 +766,15 @@ class Pool:
         """All slots."""
         return self.table.num_slots
 
+    def tenants_of(self, slots: list[int]) -> list[str]:
+        """Return whose the blocks of slots are; "" of the shared one."""
+        with self._lock:
+            return [self.table.tenant_at(slot) for slot in slots]
+
+    def most_slots_of(self, tenant: str) -> int:
+        """Return how many slots a tenant may have in all."""
+        return self.num_slots if self._tenants is None else self._tenants.most_slots(self._number_of(tenant))
+
     def room_of(self, tenant: str) -> int:
         """Return how many more slots a tenant may have; those of the shared one are not bounded."""
         return self.num_slots if self._tenants is None else self._tenants.room(self._number_of(tenant))

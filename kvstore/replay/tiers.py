@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, Rewrites, put_off
+from kvstore.disk.admission import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, Rewrites, allowed, put_off
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record
 from kvstore.disk.restore import restore, usable
@@ -173,7 +173,7 @@ class TierNode:
             for run in runs_of_held(held):
                 if not self._write(offer, run):
                     behind = held[num_done + len(run) :]
-                    queue.extendleft(reversed(put_off(self.memory, self.disk, self._rewrites, offer, run, behind)))
+                    queue.extendleft(reversed(put_off(self.memory, self.disk, offer, run, behind)))
                     break
                 num_done += len(run)
             if lease_id:
@@ -181,14 +181,22 @@ class TierNode:
 
     def _write(self, offer: Offer, run: list[HeldBlock]) -> bool:
         """Write blocks that follow each other; return False, and do nothing, if they are to be put off."""
-        disk, places = self.disk, self._places
+        disk, places, num_all = self.disk, self._places, len(run)
+        run, num_taken = allowed(disk, self._rewrites, offer, run)
+        self._leave_out(offer, "disk_full", num_all - len(run))
+        if not run:
+            return True
         try:
             ticket = disk.prepare_store(chain_of(run), _WRITER, needs_parent=offer.needs_parent(run[0]))
         except ChainBroken:
-            if offer.kind is not OfferKind.SAVED:
+            self._rewrites.give_back(num_taken)
+            if offer.kind is OfferKind.SAVED:
+                self._rewrites.earn(len(run))
+            else:
                 self._leave_out(offer, [*offer.why, "gap"][0], len(run))
             return offer.kind is not OfferKind.SAVED
         self._leave_out(offer, "disk_full", ticket.num_refused)
+        self._rewrites.give_back(max(num_taken - len(ticket.packed_indexes) // 4, 0))
         if not ticket.write_id:
             return True
         for index, slot in zip(
@@ -196,13 +204,15 @@ class TierNode:
         ):
             record = _record(run[index], places.place[slot], places.take_generations(1)[0])
             places.record[slot] = self._index[record.place] = record
-        self.num_written += disk.complete_store(ticket.write_id, _WRITER)
+        num_published = disk.complete_store(ticket.write_id, _WRITER)
+        self.num_written += num_published
+        if offer.kind is OfferKind.SAVED:
+            self._rewrites.earn(num_published)
         return True
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
         if num_blocks and offer.kind is OfferKind.BEFORE:
             offer.why.append(reason)
-            self._rewrites.give_back(num_blocks)
         elif num_blocks:
             self.dropped[reason] += num_blocks
 

@@ -72,6 +72,10 @@ class TenantTable:
 
     # Slots.
 
+    def most_slots(self, tenant: int) -> int:
+        """Return how many slots a tenant may have in all."""
+        return min(self._max_slots[tenant], self._num_slots)
+
     def room(self, tenant: int) -> int:
         """Return how many more slots a tenant may have; below 0 where it has too many, after a change of its quota."""
         return self._max_slots[tenant] - self.num_held[tenant]

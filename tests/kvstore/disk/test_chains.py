@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from disk_store import refuse, stops_writing, wait_until
 
-from kvstore.disk.admission import Offer, OfferKind, Rewrites, Sweep, put_off
+from kvstore.disk.admission import Offer, OfferKind, Rewrites, Sweep, allowed, put_off
 from kvstore.pool.pool import Pool
 from kvstore.pool.tenants.limits import TenantLimits
 from kvstore.pool.tenants.table import TenantTable
@@ -45,7 +45,7 @@ def test_what_is_written_before_blocks_that_were_saved():
     saved = offer_of(memory, hashes, OfferKind.SAVED)
 
     def offers(disk=disk):
-        *before, behind, rest = found = put_off(memory, disk, Rewrites(620), saved, run, other)
+        *before, behind, rest = found = put_off(memory, disk, saved, run, other)
         assert {(offer.namespace, offer.num_clears, offer.version, offer.generation) for offer in found} == {
             (SPACE, 3, 4, 0)
         }
@@ -72,56 +72,74 @@ def test_what_is_written_before_blocks_that_were_saved():
     assert offers() == ([slots[100:598]], False, [])
     memory.discard(slots[597:598])
     assert offers() == ([], True, [])
-    assert len(put_off(memory, disk, Rewrites(620), saved, run, [])) == 1
+    assert len(put_off(memory, disk, saved, run, [])) == 1
 
 
 def test_what_can_have_no_places_together_is_not_tried():
     memory, hashes = Pool(20), chain(*range(1, 11))
     store(memory, hashes)
     saved, run = offer_of(memory, hashes, OfferKind.SAVED), run_of(memory, hashes, 8)
-    for num_slots, expected in (
-        (9, [(OfferKind.BEHIND, ["disk_full"])]),
-        (10, [(OfferKind.BEFORE, []), (OfferKind.BEHIND, [])]),
-    ):
-        offers = put_off(memory, Pool(num_slots), Rewrites(99), saved, run, [])
-        assert [(offer.kind, offer.why) for offer in offers] == expected
+    for num_slots in (9, 10):
+        offers = put_off(memory, Pool(num_slots), saved, run, [])
+        both = [(OfferKind.BEFORE, []), (OfferKind.BEHIND, [])]
+        assert [(offer.kind, offer.why) for offer in offers] == (
+            both if num_slots == 10 else [(OfferKind.BEHIND, ["disk_full"])]
+        )
 
 
-def test_what_the_disk_loses_again_and_again_is_written_a_few_times_for_each_saved_block():
+@pytest.mark.parametrize(
+    ("num_shared", "num_there", "can_fit"), [(0, 0, False), (2, 0, True), (1, 0, False), (2, 2, True), (0, 1, False)]
+)
+def test_a_chain_of_which_a_tenant_would_own_more_than_its_quota_is_not_tried(num_shared, num_there, can_fit):
+    limits = {"a": TenantLimits(max_slots=8)}
+    memory = Pool(20, tenants=TenantTable(20, {"a": TenantLimits()}))
+    disk, hashes = Pool(20, tenants=TenantTable(20, limits)), chain(*range(1, 11))
+    for pool, end in ((disk, num_there), (memory, 10)):
+        for first, last, tenant in ((0, min(num_shared, end), ""), (min(num_shared, end), end, "a")):
+            if first < last:
+                ticket = pool.prepare_store(hashes.tail(first).head(last - first), "writer", tenant=tenant)
+                pool.complete_store(ticket.write_id, "writer")
+    run = run_of(memory, hashes, 8)
+    assert run[0].tenant == "a"
+    *before, behind = put_off(memory, disk, offer_of(memory, hashes, OfferKind.SAVED), run, [])
+    assert (len(before), behind.why) == ((1, []) if can_fit else (0, ["disk_full"]))
+
+
+def test_what_takes_the_places_of_others_is_bounded_by_what_was_saved():
     memory, disk, hashes = Pool(20), Pool(20), chain(*range(1, 11))
     store(memory, hashes)
-    saved, run, rewrites = offer_of(memory, hashes, OfferKind.SAVED), run_of(memory, hashes, 9), Rewrites(20)
-
-    def num_before():
-        *before, behind = put_off(memory, disk, rewrites, saved, run, [])
-        assert (behind.why == []) is (sum(len(offer.slots) for offer in before) == 9)
-        return sum(len(offer.slots) for offer in before)
-
-    assert [num_before() for _ in range(5)] == [9] * 5, "free places cost nobody anything"
-    store(disk, chain(*range(50, 66)))  # Four places are left.
-    assert [num_before() for _ in range(9)] == [9] * 9, "five are taken for it, and one saved block brings four"
+    run, rewrites = run_of(memory, hashes, 0), Rewrites(20)
+    before, saved = (offer_of(memory, hashes, kind) for kind in (OfferKind.BEFORE, OfferKind.SAVED))
+    assert [allowed(disk, rewrites, before, run) for _ in range(5)] == [(run, 0)] * 5, "free places cost nothing"
+    store(disk, chain(*range(50, 66)))
+    assert allowed(disk, rewrites, saved, run) == (run, 0), "only what is before others is bounded"
+    assert [allowed(disk, rewrites, before, run) for _ in range(4)] == [(run, 6), (run, 6), (run, 6), (run[:6], 2)]
+    assert allowed(disk, rewrites, before, run) == (run[:4], 0)
     store(disk, chain(*range(70, 74)))
-    # Each takes nine then, so the rest of a disk's worth is soon used up.
-    assert [num_before() for _ in range(6)][-2:] == [4, 4]
-    rewrites.give_back(1000)
-    assert [num_before() for _ in range(2)] == [9, 9]
+    assert allowed(disk, rewrites, before, run) == ([], 0)
+    rewrites.earn(1)
+    assert allowed(disk, rewrites, before, run) == (run[:4], 4)
+    rewrites.give_back(100)
+    assert [allowed(disk, rewrites, before, run)[1] for _ in range(3)] == [10, 10, 0], "never more than the disk has"
 
 
-def test_blocks_of_another_tenant_are_written_before_others_only_where_that_one_has_room():
-    limits = {"a": TenantLimits(max_slots=9), "b": TenantLimits(max_slots=3)}
+def test_the_owner_pays_for_what_is_before_others_or_the_tenant_that_saved_but_nobody_takes_anothers_places():
+    limits = {"a": TenantLimits(max_slots=4), "b": TenantLimits(max_slots=3)}
     memory, disk, hashes = Pool(20), Pool(20, tenants=TenantTable(20, limits)), chain(*range(1, 6))
     store(memory, hashes)
-    run, saved = run_of(memory, hashes, 0), offer_of(memory, hashes, OfferKind.SAVED)
+    run, rewrites = run_of(memory, hashes, 0), Rewrites(20)
     before = replace(offer_of(memory, hashes, OfferKind.BEFORE), tenant="a")
 
-    def has_room(offer, num_blocks, tenant):
-        return offer.has_room(disk, [block._replace(tenant=tenant) for block in run[:num_blocks]])
+    def whose(num_blocks, owner):
+        blocks, num_taken = allowed(disk, rewrites, before, [each._replace(tenant=owner) for each in run[:num_blocks]])
+        return [block.tenant for block in blocks], num_taken
 
-    assert [has_room(before, count, "b") for count in (3, 4)] == [True, False]
-    assert has_room(before, 5, "a")
-    assert has_room(before, 5, "")
-    assert has_room(saved, 5, "b")
-    assert saved.held([run[0]._replace(block_hash=bytes(32))]) == [], "the slot has another block"
+    assert whose(3, "b") == (["b"] * 3, 0)
+    assert whose(4, "b") == (["a"] * 4, 0)
+    assert whose(5, "b") == ([], 0)
+    assert whose(5, "") == ([""] * 5, 0)
+    assert whose(5, "a") == (["a"] * 5, 1), "its own places it may take, within the bound"
+    assert before.held([run[0]._replace(block_hash=bytes(32))]) == [], "the slot has another block"
 
 
 def test_an_offer_is_split_with_its_generations_and_only_its_first_block_is_unlinked():
