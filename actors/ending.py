@@ -9,9 +9,10 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, ask_all, call, find_actor, ray_failures, within
+from kvstore.actors.calls import actor_name, ask_all, find_actor, ray_failures, stop_for, within
 from kvstore.actors.finding import actors_of, stores_here
 from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.runtime.life import ASKED_TO_STOP
 
 _CALL_S = 10.0
 #: Limit for ending a store that does not answer: its supervisor, then its nodes, get `_CALL_S` each.
@@ -20,8 +21,8 @@ _END_S = 45.0
 _LEAST_S = 0.1
 
 
-def end_actors(name: str, patience_s: float = _CALL_S) -> None:
-    """End the actors of a store on every node. Kill those that do not answer within `patience_s`.
+def end_actors(name: str, patience_s: float = _CALL_S, reason: str = ASKED_TO_STOP) -> None:
+    """End the actors of a store on every node, which log the reason. Kill those that do not answer in `patience_s`.
 
     All actors named after the store belong to it, even if its supervisor is gone.
 
@@ -36,21 +37,24 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
     supervisor = actor_name(name, "supervisor")
     # AttributeError here and below: an actor of another version may have no such method.
     with contextlib.suppress(KVStoreError, AttributeError):
-        call("supervisor", find_actor(supervisor, patience_s).stop, timeout_s=patience_s)
+        stop_for("supervisor", find_actor(supervisor, patience_s), reason, patience_s)
     # By handle: a new store may have the names later.
     own, unknown = _find(actors_of(name), time.monotonic() + patience_s)
     if supervisor in unknown:
         raise unknown[supervisor]
     if unknown:
         own.pop(supervisor, None)
-    stops: dict[str, Any] = {}
+    stops, ends = dict[str, Any](), dict[str, Any]()
     for path, handle in own.items():
         _, _, node = path.partition(f"{actor_name(name, 'node')}/")
         _, _, holder = path.partition(f"{actor_name(name, 'handover')}/")
         with contextlib.suppress(AttributeError):
+            stops |= {node: handle.stop} if node else {}
             # A holder of memory removes the file of its socket, which a killed one leaves.
-            stops |= {node: handle.stop} if node else {holder: handle.end} if holder else {}
-    ask_all(stops, timeout_s=patience_s)
+            ends |= {holder: handle.end} if holder else {}
+    # A store of an older version, which takes no reason, has the usual one.
+    ask_all(stops, *([] if reason == ASKED_TO_STOP else [reason]), timeout_s=patience_s)
+    ask_all(ends, timeout_s=patience_s)
     for path in sorted(own, key=lambda path: path == supervisor):
         with contextlib.suppress(KVStoreError), ray_failures(path):
             ray.kill(own[path])

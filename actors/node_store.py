@@ -144,6 +144,7 @@ class NodeStore:
     def stop(self, reason: str = ASKED_TO_STOP) -> None:
         """Close everything, and log the reason; the caller kills the actor afterwards."""
         self._metrics.stop()
+        self._core.control.fence.expects_end = True
         self._keeper.stop()
         self._core.stop(reason)
 
@@ -289,9 +290,8 @@ class NodeStore:
 
         This store serves nobody afterwards, and ends by itself if its caller does not end it.
         """
-        wait_s = check_seconds("wait_s", wait_s)
         try:
-            given = hand_over(self._core, path, wait_s)
+            given = hand_over(self._core, path, check_seconds("wait_s", wait_s))
         finally:
             if self._core.state.pool_service.is_ending:
                 threading.Thread(target=_end_later, name="raykv-ending", daemon=True).start()

@@ -33,6 +33,7 @@ from kvstore.errors import (
 logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
+_GAVE_UP = "its start gave up"
 #: Pause before looking again for a store that is ending.
 _ENDS_S = 0.2
 #: How long each part of a store that did not start in time may take to end: the caller's time is already used up.
@@ -139,7 +140,7 @@ def _give_up(name: str, own_id: str) -> None:
     try:
         supervisor = find_actor(actor_name(name, "supervisor"), _UNDO_S)
         if call("supervisor", supervisor.leave, own_id, timeout_s=_UNDO_S):
-            end_actors(name, _UNDO_S)
+            end_actors(name, _UNDO_S, _GAVE_UP)
     except StoreNotRunning:
         return
     except KVStoreError as error:

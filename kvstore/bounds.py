@@ -205,3 +205,13 @@ def check_endpoint(name: str, value: str) -> str:
             "port 0 takes a free one"
         )
     return value
+
+
+def check_apart(name: str, value: str, other_name: str, other: str) -> None:
+    """Check that two addresses on which one node listens are not the same; port 0 is another one each time.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if value and value == other and not value.endswith(":0"):
+        raise ConfigError(f"{other_name}: wanted another address than {name}, got {clip(other)} for both; change one")

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from kvstore.bounds import MIN_BLOCK_BYTES, check_endpoint, clip
+from kvstore.bounds import MIN_BLOCK_BYTES, check_apart, check_endpoint, clip
 from kvstore.errors import ConfigError
 from kvstore.quotas import TenantQuota, quotas_by_name, read_tenants
 
@@ -219,6 +219,7 @@ class StoreConfig:
         for field in ("events_endpoint", "events_replay_endpoint"):
             if value := getattr(self, field):
                 check_endpoint(field, value)
+        check_apart("events_endpoint", self.events_endpoint, "events_replay_endpoint", self.events_replay_endpoint)
         if self.events_replay_endpoint and not self.events_endpoint:
             raise ConfigError(
                 f"events_replay_endpoint: wanted it with events_endpoint, got {self.events_replay_endpoint!r} alone; "

@@ -19,19 +19,20 @@ class Holder:
     Args:
         name: of the store.
         node_id: of the node that it runs on.
-        keep_s: how long it holds the memory if no store takes it.
+        wait_s: how long it waits for the memory.
+        keep_s: how long it holds the memory, from then on, if no store takes it.
     """
 
-    def __init__(self, name: str, node_id: str, keep_s: float) -> None:
+    def __init__(self, name: str, node_id: str, wait_s: float, keep_s: float) -> None:
         # The path is of this process's environment, as that of the stores here.
         self._path = handover_path(name, node_id)
-        self._holder, self._keep_s = HolderLoop(self._path), keep_s
+        self._holder, self._wait_s, self._keep_s = HolderLoop(self._path), wait_s, keep_s
         self._is_over = threading.Event()
         threading.Thread(target=self._run, name="raykv-holder", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._holder.run(self._keep_s)
+            self._holder.run(self._keep_s, self._wait_s)
             self._is_over.set()
             time.sleep(_GRACE_S)
         finally:
@@ -40,6 +41,10 @@ class Holder:
     def path(self) -> str:
         """Return where it listens; "" if the store gave its memory already, to the holder of another restart."""
         return "" if self._holder.is_given else self._path
+
+    def kept_s(self) -> float:
+        """Return how long it still keeps the memory; 0.0 if it has none, or none any more."""
+        return self._holder.kept_s()
 
     def end(self) -> None:
         """Let go of the memory, if it is still held, and remove the file of the socket; the caller ends the actor."""

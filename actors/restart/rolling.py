@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _CALL_S = 10.0
 #: How long a holder may take to start, an old store to stop, and a new one to serve.
 _HOLDER_S, _STOPS_S, _SERVES_S = 60.0, 20.0, 120.0
-#: How long a holder keeps the memory for a new store, after the old one had its time to give it.
+#: How long a holder keeps the memory for a new store, once the old one gave it.
 _KEEP_S = 180.0
 #: How long the end of the old store is no loss: it stops, and the supervisor sees that.
 _PLANNED_S = 60.0
@@ -45,7 +45,8 @@ def restart_store(
 ) -> tuple[StoreConfig, dict[str, dict[str, Any]]]:
     """Restart node stores, as `Store.restart` says.
 
-    `on_step` is called before each step, with the id of a node and what it does.
+    `on_step` is called before each step, with the id of a node and what it does. Its errors are logged once, and end no
+    restart: a node would be left in the middle of it.
 
     Returns:
         The settings from now on, and the result by node.
@@ -55,9 +56,10 @@ def restart_store(
     alive = sorted(alive_nodes())
     wanted = alive if node_ids is None else _named(node_ids, alive)
     supervisor, config = replace_supervisor(name, changes, wanted)
+    say = _unfailing(on_step)
     results: dict[str, dict[str, Any]] = {}
     for number, node_id in enumerate(wanted):
-        turn = _Turn(name, node_id, supervisor, config, wait_s, partial(on_step, node_id))
+        turn = Turn(name, node_id, supervisor, config, wait_s, partial(say, node_id))
         _expect_restart(supervisor, wanted[number:], turn.longest_s)
         try:
             results[node_id] = turn.run(cold=cold)
@@ -69,6 +71,23 @@ def restart_store(
             ) from error
         _expect_restart(supervisor, [node_id], 0.0)
     return config, results
+
+
+def _unfailing(on_step: Callable[[str, str], object]) -> Callable[[str, str], None]:
+    """Return a function that calls another one, until that raises."""
+    is_over = False
+
+    def say(node_id: str, what: str) -> None:
+        nonlocal is_over
+        if is_over:
+            return
+        try:
+            on_step(node_id, what)
+        except Exception:
+            is_over = True
+            logger.warning("on_step raised, and is not called again; the restart goes on", exc_info=True)
+
+    return say
 
 
 def _expect_restart(supervisor: Any, node_ids: list[str], within_s: float) -> None:
@@ -90,7 +109,7 @@ def _named(node_ids: Sequence[str], alive: list[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-class _Turn:
+class Turn:
     """The restart of one node.
 
     Args:
@@ -107,8 +126,9 @@ class _Turn:
     ) -> None:
         self._name, self._node_id, self._supervisor, self._config = name, node_id, supervisor, config
         self._wait_s, self._say, self._path = wait_s, say, actor_name(name, "node", node_id)
-        #: Whether the old store may have ended, and until when a holder keeps its memory.
-        self._has_ended, self._kept_until_s = False, 0.0
+        #: Whether the old store may have ended, and whether a holder may have its memory.
+        self._has_ended, self._may_be_held = False, False
+        self._again = ""
         self.longest_s = _CALL_S + _HOLDER_S + wait_s + 3 * _STOPS_S + _SERVES_S
 
     def outcome(self, error: KVStoreError) -> str:
@@ -116,10 +136,12 @@ class _Turn:
         if not self._has_ended:
             why = str(error).removeprefix(f"node {self._node_id}: ")
             return f"node {self._node_id} was not restarted, and its store serves on: {why}"
-        left_s, text = self._kept_until_s - time.monotonic(), f"node {self._node_id} has no store again: {error}"
-        if left_s <= 0 or _has_left(self._node_id):
+        text = f"node {self._node_id} has no store{self._again}: {error}"
+        if _has_left(self._node_id):
             return text
-        return f"{text}; its memory is kept for {left_s:.0f} s, for a restart with settings that work"
+        if (left_s := _kept_s(self._name, self._node_id)) > 0:
+            return f"{text}; its memory is kept for {left_s:.0f} s, for a restart with settings that work"
+        return f"{text}; its memory is lost" if self._may_be_held else text
 
     def run(self, *, cold: bool) -> dict[str, Any]:
         """Restart the node; return how its next store began."""
@@ -127,36 +149,39 @@ class _Turn:
         with contextlib.suppress(StoreNotRunning):
             old = find_actor(self._path)
         if old is not None:
+            self._again = " again"
             check_node(self._node_id, old, self._config)  # Again: the nodes before it may have taken an address.
         try:
             if old is None:
-                self._has_ended, why_cold = True, "the node had no store"
+                self._has_ended = True
             if cold:
-                _end_holders(self._name, self._node_id)
+                for each in _holders(self._name, self._node_id):  # The next store would take what they have.
+                    _end_holder(each)
             elif old is not None:
-                until_s = time.monotonic() + self._wait_s + _STOPS_S + _KEEP_S
                 holder, where = _make_holder(self._name, self._node_id, self._wait_s)
                 if holder is None:
                     why_cold = f"no process can hold the memory: {where}"
                 else:
                     self._say(f"drains, and waits up to {self._wait_s:g} s for leases, writes and hand-offs")
                     # Until it is known that nothing was given: this process may be ended meanwhile.
-                    self._kept_until_s = until_s
-                    if why_cold := _give(old, where, self._wait_s):
-                        self._kept_until_s = 0.0
+                    self._may_be_held = True
+                    why_cold = _give(old, where, self._wait_s)
+                    self._may_be_held = not why_cold
             said = self._next(old)
-            self._kept_until_s = 0.0
+            self._may_be_held = False
         finally:
             # The next store may have failed: then another restart, with settings that work, finds the memory there.
-            if holder is not None and not self._kept_until_s:
+            if holder is not None and not self._may_be_held:
                 _end_holder(holder)
-        result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or _LOST}
+        otherwise = "the node had no store" if old is None else _LOST
+        result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or otherwise}
         logger.info("node %s was restarted: %s", self._node_id, result)
         return result
 
     def _next(self, old: Any) -> dict[str, Any]:
         """End the old store, and wait for the next one."""
-        before = _hopeless(self._supervisor, self._node_id)
+        # Where there was no old store the reason holds still, and nothing is worth waiting for.
+        before = "" if old is None else _hopeless(self._supervisor, self._node_id)
         if old is not None:
             self._say("ends its store")
             with contextlib.suppress(KVStoreError):
@@ -176,7 +201,7 @@ def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     path, args = (
         actor_name(name, "handover", f"{node_id}-{secrets.token_hex(3)}"),
-        (name, node_id, wait_s + _STOPS_S + _KEEP_S),
+        (name, node_id, wait_s + _STOPS_S, _KEEP_S),
     )
     try:
         holder = make_actor(path, Holder, {}, args, max_restarts=0, scheduling_strategy=here)
@@ -185,12 +210,23 @@ def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
         return None, str(error)
 
 
-def _end_holders(name: str, node_id: str) -> None:
-    """End what still holds the node's memory for a restart that was killed: the next store would take it."""
-    begins = actor_name(name, "handover", f"{node_id}-")
+def _holders(name: str, node_id: str) -> list[Any]:
+    """Return what may hold the node's memory, for this restart or for one that was killed."""
+    begins, found = actor_name(name, "handover", f"{node_id}-"), list[Any]()
     for path in [path for path in actors_of(name) if path.startswith(begins)]:
         with contextlib.suppress(KVStoreError):
-            _end_holder(find_actor(path))
+            found.append(find_actor(path))
+    return found
+
+
+def _kept_s(name: str, node_id: str) -> float:
+    """Return how long the node's memory is still kept for a next store; 0.0 if nobody has it, or nobody says so."""
+    longest_s = 0.0
+    with contextlib.suppress(KVStoreError):
+        for holder in _holders(name, node_id):
+            with contextlib.suppress(KVStoreError, AttributeError):  # AttributeError: it is of an older version.
+                longest_s = max(longest_s, call("holder", holder.kept_s, timeout_s=_CALL_S))
+    return longest_s
 
 
 def _end_holder(holder: Any) -> None:

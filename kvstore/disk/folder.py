@@ -156,7 +156,7 @@ def check_folder(root: str, store: str, node_id: str, num_bytes: int) -> None:
     """
     with _disk_errors(root) as base:
         for path in _folders(base, store, node_id):
-            if not path.exists():
+            if not os.path.lexists(path):  # As `mkdir` sees it: a link to nothing is there, too.
                 _check_new(base, num_bytes)
                 return
             _check_owner(path)
@@ -173,7 +173,7 @@ def check_folder(root: str, store: str, node_id: str, num_bytes: int) -> None:
 
 def _check_new(base: Path, num_bytes: int) -> None:
     """Check that a folder can be made below a path, with that path where it is not there yet."""
-    there = next(path for path in (base, *base.parents) if path.exists())
+    there = next(path for path in (base, *base.parents) if os.path.lexists(path))
     # access(2) knows of no file system that makes no folders. The name is nobody else's.
     probe = there / f".raykv-{secrets.token_hex(8)}"
     probe.mkdir(mode=0o700)

@@ -213,13 +213,11 @@ class NodeControl:
                     parts.callback(self.handoffs.table.lose_stages)
                     parts.callback(self._state.mover.gone, connection)
                     num_reads = len(self._state.mover.unfinished.reads)
-                    log_life(
-                        "mover_gone",
-                        level=logging.WARNING,
-                        node=self._state.node_id,
-                        mover_pid=connection.pid,
-                        num_reads=num_reads,
-                    )
+                    if not self.fence.expects_end:
+                        log_life(
+                            "mover_gone", level=logging.WARNING, node=self._state.node_id, mover_pid=connection.pid,
+                            num_reads=num_reads,
+                        )  # fmt: skip
         elif connection.role is Role.CLIENT and connection.ended:
             num_held = self._service.current.release_owner(connection.owner)
             num_handoffs = self.handoffs.release_owner(connection.owner)

@@ -36,6 +36,8 @@ class MoverFence:
         self._config, self._mover, self._pools = config, mover, pools
         self.killed_pid, self._again_s = 0, 0.0
         self.num_fenced = 0
+        #: Whether the store ends in order, and its mover with it: no loss, so no warning tells of that.
+        self.expects_end = False
 
     def wants_ticks(self) -> bool:
         """Return whether there is anything to watch."""
@@ -54,7 +56,8 @@ class MoverFence:
         self.killed_pid, self._again_s = pid, now_s + _GONE_WITHIN_S
         if self._mover.fence():
             self.num_fenced += 1
-            log_life("mover_killed", level=logging.WARNING, mover_pid=pid, reason=reason)
+            if not self.expects_end:
+                log_life("mover_killed", level=logging.WARNING, mover_pid=pid, reason=reason)
         else:
             logger.error("mover %d cannot be killed from here, its slots stay out of use: %s", pid, reason)
 

@@ -247,12 +247,21 @@ def _shown(key: str, value: str | int) -> str:
     return human_bytes(value) if key.endswith("_bytes") else f"{value:,}"
 
 
+def _say_line(text: str) -> None:
+    # Not with rich: it ends the process where the pipe is broken.
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(text, err=True)
+
+
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports progress on stderr: with a spinner, or as lines without a terminal."""
+    """Yield a function that reports progress on stderr: with a spinner, or as lines without a terminal.
+
+    Where nobody reads the lines any more, as after `2>&1 | head`, they are lost and the work goes on.
+    """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield lambda text: console.print(escape(text))
+        yield _say_line
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, redirect_stdout=False) as spinner:

@@ -135,6 +135,7 @@ def test_a_number_that_python_would_not_even_write_is_refused(setting):
         {"events_endpoint": "tcp://*:5557\n"},
         {"events_replay_endpoint": "tcp://*:5558"},
         {"events_endpoint": "tcp://*:5557", "events_replay_endpoint": "5558"},
+        {"events_endpoint": "tcp://*:5557", "events_replay_endpoint": "tcp://*:5557"},
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes):

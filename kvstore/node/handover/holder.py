@@ -50,7 +50,7 @@ class Holder:
 
     def __init__(self, path: str) -> None:
         self._parcel: Parcel | None = None
-        self._until_s = 0.0
+        self._until_s, self._is_over = 0.0, False
         self.is_closed = False
         self.is_given = _is_given(path)
         if self.is_given:
@@ -64,14 +64,22 @@ class Holder:
             self._sock.close()
             raise
 
-    def run(self, keep_s: float) -> bool:
-        """Serve until the parcel was taken, or `close` was called, or `keep_s` after the last restart that needs it.
+    def kept_s(self) -> float:
+        """Return how long the parcel will still be kept; 0.0 if it is not here, or not any more."""
+        return 0.0 if self._parcel is None or self._is_over else max(0.0, self._until_s - clock.now_s())
+
+    def run(self, keep_s: float, wait_s: float = 0.0) -> bool:
+        """Serve until the parcel was taken, or `close` was called, or its time is over.
 
         Return whether it was taken here; at once if `is_given`.
+
+        Args:
+            keep_s: how long to keep the parcel, from when it was given or a restart last asked for it.
+            wait_s: how much longer to wait for the parcel.
         """
         if self.is_given:
             return False
-        self._until_s, was_taken = clock.now_s() + keep_s, False
+        self._until_s, was_taken = clock.now_s() + wait_s + keep_s, False
         try:
             while not was_taken and not self.is_closed and clock.now_s() < self._until_s:
                 self._sock.settimeout(_LOOK_S)
@@ -80,6 +88,7 @@ class Holder:
                     with sock:
                         was_taken = self._serve(sock, keep_s)
         finally:
+            self._is_over = True
             self._file.remove()
             self._sock.close()
             if self._parcel is not None:
@@ -97,7 +106,7 @@ class Holder:
             check_user(sock)
             word, parcel = receive(sock)
             if word == GIVE and parcel is not None and self._parcel is None:
-                self._parcel = parcel
+                self._parcel, self._until_s = parcel, clock.now_s() + keep_s
                 send(sock, HAVE)
                 return False
             if parcel is not None:

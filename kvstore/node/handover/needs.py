@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
+from kvstore.bounds import clip
 from kvstore.config import StoreConfig
 from kvstore.disk.folder import check_folder
+from kvstore.errors import ConfigError
 from kvstore.memory.arena import check_room
 from kvstore.node.core import NodeCore
 from kvstore.node.events.outlet import Limits, Outlet
@@ -54,17 +57,28 @@ def check_places(config: StoreConfig, node_id: str, own_ports: set[str] | None =
     if config.disk_path:
         check_folder(config.disk_path, config.name, node_id, config.disk_capacity_bytes)
     if config.events_endpoint:
-        endpoint, replay = (
-            _ANY_PORT if each and _cannot_try(each, own_ports or set()) else each
-            for each in (config.events_endpoint, config.events_replay_endpoint)
-        )
+        names = ("events_endpoint", "events_replay_endpoint")
+        endpoint, replay = (_to_try(name, getattr(config, name), own_ports or set()) for name in names)
         if {endpoint, replay} - {_ANY_PORT, ""}:
             Outlet(endpoint, replay, "", Limits()).close()
 
 
-def _cannot_try(endpoint: str, own_ports: set[str]) -> bool:
-    # At a path ZeroMQ would take the place of whoever listens there.
-    return not endpoint.startswith("tcp:") or _port(endpoint) in own_ports
+def _to_try(name: str, endpoint: str, own_ports: set[str]) -> str:
+    """Return what can be bound while the present store serves, in place of an address."""
+    if endpoint.startswith("ipc://"):
+        _check_path(name, endpoint)
+        return _ANY_PORT  # At a path ZeroMQ would take the place of whoever listens there.
+    # Its own port is taken as long as it serves; the host may be another one.
+    return f"{endpoint.rpartition(':')[0]}:0" if _port(endpoint) in own_ports - {""} else endpoint
+
+
+def _check_path(name: str, endpoint: str) -> None:
+    folder = os.path.dirname(endpoint.removeprefix("ipc://"))
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(
+            f"{name}: wanted an address in a folder that is there and that user {os.geteuid()} can write, got "
+            f"{clip(endpoint)}; make the folder on this node, or give another address"
+        )
 
 
 def _port(endpoint: str) -> str:

@@ -13,7 +13,7 @@ from kvstore.errors import PeerLost, StoreNotRunning, StoreUnavailable, Transfer
 
 def test_a_node_that_leaves_ends_the_wait_and_the_error_says_so_but_not_when_the_cluster_is_silent(monkeypatch):
     supervisor = SimpleNamespace(hopeless=None, reconcile=None)
-    said = [{"a": {}, "b": {}}, {"a": {}, "b": {}}, TransferTimeout("the cluster says nothing"), {"b": {}}]
+    said = [{"a": {}, "b": {}}, {"a": {}, "b": {}}, TransferTimeout("the cluster says nothing"), {"b": {}}, {"b": {}}]
 
     def alive_nodes():
         answer = said.pop(0)
@@ -31,6 +31,6 @@ def test_a_node_that_leaves_ends_the_wait_and_the_error_says_so_but_not_when_the
     monkeypatch.setattr(module, "call", lambda *args, **options: {})
     for fake in (alive_nodes, find_actor, begin):
         monkeypatch.setattr(module, fake.__name__, fake)
-    with pytest.raises(StoreUnavailable, match="node a has no store again: it left the cluster while it was restarted"):
+    with pytest.raises(StoreUnavailable, match="node a has no store: it left the cluster while it was restarted"):
         module.restart_store("s", None, {}, cold=False, wait_s=0.0)
     assert said == []

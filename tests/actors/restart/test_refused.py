@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -153,3 +154,24 @@ def test_a_restart_leaves_no_file_of_a_socket_where_no_client_had_come(ray_clust
         assert not any(Path(handover_path("unused", node)).exists() for node in found)
     finally:
         made.stop()
+
+
+@pytest.mark.parametrize(
+    ("kept_s", "says"), [(0.0, "its memory is lost"), (170.4, "its memory is kept for 170 s, for")]
+)
+def test_an_error_says_whether_a_holder_still_has_the_memory(store, node_ids, monkeypatch, kept_s, says):
+    def fail(*_):
+        raise StoreUnavailable("why")
+
+    old = SimpleNamespace(_actor_id="old")
+    fakes = {
+        "find_actor": old, "check_node": None, "_make_holder": (old, ""), "_end": None, "call": None,
+        "_hopeless": "", "_kept_s": kept_s,
+    }  # fmt: skip
+    for name, value in fakes.items():
+        monkeypatch.setattr(rolling, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(rolling, "_wait_for_next", fail)
+    turn = rolling.Turn("name", node_ids[0], SimpleNamespace(plan_end=None), store.config, 3600.0, lambda what: None)
+    with pytest.raises(StoreUnavailable) as raised:
+        turn.run(cold=False)
+    assert turn.outcome(raised.value).startswith(f"node {node_ids[0]} has no store again: why; {says}")

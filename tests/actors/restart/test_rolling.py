@@ -14,6 +14,7 @@ import ray
 from click.testing import CliRunner
 
 import kvstore
+from kvstore.actors.restart import rolling
 from kvstore.actors.restart.rolling import _make_holder
 from kvstore.cli import main
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, StoreDraining
@@ -301,3 +302,31 @@ def test_a_restart_goes_on_with_the_memory_that_was_given_to_one_that_was_killed
     assert said["is_warm"], said
     assert open_engine(store, space, node).load(chain).num_local == 4
     eventually(lambda: names_of(store) == ["directory", "node", "node", "supervisor"], 60)
+
+
+def test_an_on_step_that_raises_is_not_called_again_and_ends_no_restart(store, node_ids, caplog):
+    steps = []
+
+    def on_step(*step):
+        steps.append(step)
+        raise BrokenPipeError("nobody reads")
+
+    found = store.restart(wait_s=0.0, on_step=on_step)
+    assert (set(found), len(steps)) == (set(node_ids), 1)
+    assert sum("on_step raised" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_node_without_a_store_fails_with_the_reason_that_is_known_already(store, node_ids, monkeypatch):
+    monkeypatch.setattr(rolling, "_hopeless", lambda supervisor, node_id: "disk_path: wanted another folder")
+    asked = []
+
+    def wait_for_next(path, node_id, old_id, supervisor, before):
+        asked.append(before)
+        return {"is_warm": False, "num_blocks": 0, "num_held_slots": 0, "why_cold": reasons.pop()}
+
+    monkeypatch.setattr(rolling, "_wait_for_next", wait_for_next)
+    reasons = ["", "the memory is of another shape"]
+    turn = rolling.Turn("no-such-store", node_ids[0], None, store.config, 0.0, print)
+    found = [turn.run(cold=False)["why_cold"] for _ in range(2)]
+    assert found == ["the memory is of another shape", "the node had no store"]
+    assert asked == ["", ""]

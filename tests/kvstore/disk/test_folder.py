@@ -276,6 +276,16 @@ def test_a_check_finds_what_an_opening_would_and_changes_nothing(opened, tmp_pat
     assert (listing(tmp_path), (first.path / LOCK).read_bytes()) == before
 
 
+@pytest.mark.parametrize("link", ["kv", "kv/kv-0"])
+def test_a_link_to_nothing_is_refused_by_a_check_as_by_an_opening(tmp_path, link):
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to(tmp_path / "nothing")
+    for refuse in (check, lambda root: open_folder(str(root), "kv", "a", 1 << 16, 0.0)):
+        with pytest.raises(ConfigError, match="wanted a folder"):
+            refuse(tmp_path / "kv")
+    assert listing(tmp_path / "kv") == ([str(tmp_path / link)] if "/" in link else [])
+
+
 @pytest.mark.parametrize("root", ["/proc/nvme", "/dev/null/x", "relative"])
 def test_a_check_refuses_a_path_that_cannot_be_a_folder(root):
     with pytest.raises(ConfigError, match="disk_path"):

@@ -101,6 +101,16 @@ def test_a_life_is_told_event_by_event(cluster, events, wait_until, tmp_path, re
     assert told[-1]["reason"] == "stop was asked for"
 
 
+def test_the_end_of_a_mover_is_no_loss_where_the_store_ends(cluster, events, wait_until):
+    core, told = cluster.add("a"), []
+    core.control.fence.expects_end = True
+    cluster.kill_mover("a")
+    wait_until(lambda: core.state.mover.connection is None)
+    cluster.stop_node("a")
+    told.extend(events())
+    assert named(told) == ["store_started", "store_stopped"]
+
+
 def test_a_disk_that_fails_is_told_with_its_reason_and_so_is_its_return(
     cluster, events, wait_until, tmp_path, monkeypatch
 ):

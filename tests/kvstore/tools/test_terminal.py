@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 
 import pytest
 
 from kvstore.config import StoreConfig
 from kvstore.tools.settings import settings_of
-from kvstore.tools.terminal import show_status
+from kvstore.tools.terminal import progress, show_status
 
 SHARD = {"num_blocks": 1234, "num_nodes": 4, "num_bytes": 3 << 20, "num_dropped": 0}
 
@@ -78,3 +80,14 @@ def test_each_tenant_of_a_node_has_a_line_with_its_quotas_and_refusals_only_wher
         "refused: 1,234 blocks by max_bytes, 3 hand-offs",
         "b: 0 B, pinned 0 B, hand-offs 0, evicted 0",
     ]
+
+
+def test_progress_that_nobody_reads_ends_nothing(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        with progress() as say:
+            say("first")
+            say("second")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # Its close writes what is left.

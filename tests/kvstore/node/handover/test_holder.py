@@ -117,6 +117,19 @@ def test_descriptors_that_are_no_parcel_are_closed_by_their_receiver():
     assert num_open("memfd:held") == 0
 
 
+def test_a_parcel_is_kept_from_when_it_was_given_however_long_it_was_waited_for(path, parcel):
+    made = Holder(path)
+    thread = threading.Thread(target=made.run, args=(20.0, 3600.0), daemon=True)
+    thread.start()
+    assert made.kept_s() == 0.0
+    assert ask(path, GIVE, parcel) == (HAVE, None)
+    assert 0.0 < made.kept_s() <= 20.0
+    word, taken = ask(path, TAKE)
+    taken.close()
+    thread.join(10.0)
+    assert (word, made.kept_s()) == (HAVE, 0.0)
+
+
 def test_it_ends_by_itself(path, parcel):
     made = Holder(path)
     assert made.run(0.0) is False

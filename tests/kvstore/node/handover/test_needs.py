@@ -60,6 +60,21 @@ def test_an_address_of_another_process_is_refused_and_the_own_ones_are_taken_ove
                 next_of(core, **wanted)
 
 
+def test_the_own_port_is_tried_at_another_host(cluster):
+    pytest.importorskip("zmq")
+    core = cluster.add(NODE, mover=False, events_endpoint="tcp://127.0.0.1:0")
+    own = core.state.events.stats()["endpoint"]
+    next_of(core, events_endpoint=own)
+    with pytest.raises(ConfigError, match="events_endpoint: wanted an address that is free"):
+        next_of(core, events_endpoint=own.replace("127.0.0.1", "192.0.2.77"))
+
+
+def test_an_address_in_a_folder_that_cannot_be_used_is_refused(tmp_path):
+    check_places(StoreConfig(events_endpoint=f"ipc://{tmp_path}/events"), NODE)
+    with pytest.raises(ConfigError, match="events_endpoint: wanted an address in a folder that is there"):
+        check_places(StoreConfig(events_endpoint=f"ipc://{tmp_path}/none/events"), NODE)
+
+
 def test_a_store_that_cannot_have_its_disk_leaves_the_memory_for_the_one_after_it(cluster, monkeypatch):
     # Both lives are in this process, so its end is not waited for.
     monkeypatch.setattr(taking, "end", lambda pidfd, patience_s, killed_within_s: True)
