@@ -178,7 +178,9 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
         own = above
     tenant = run[0].tenant
     if (most := disk.most_slots_of(tenant)) < disk.num_slots:
-        num_there = disk.tenants_of(disk.climb(namespace, own, disk.num_slots)[1]).count(tenant)
+        # What is above on the disk is another's only where that can be seen: it may be written just now.
+        there = disk.tenants_of(disk.climb(namespace, own, disk.num_slots)[1])
+        num_there = run[0].depth - len(slots) - (len(there) - there.count(tenant)) if is_linked else 0
         num_own = memory.tenants_of(slots).count(tenant) + num_there
         can_fit = can_fit and num_own + len(run) <= most
     behind = offer.part(run, OfferKind.BEHIND, [] if can_fit else ["disk_full"])

@@ -270,7 +270,7 @@ class Writer:
             context.changed()
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> bool:
-        """Count blocks that are left out, under a reason; return True, as `_write_run` does for them."""
+        """Count blocks that are left out, by reason; return True, as `_write_run` does for them."""
         if offer.kind is not OfferKind.BEFORE:
             self.drop(reason, num_blocks)
         elif num_blocks > 0:
@@ -283,8 +283,7 @@ class Writer:
         Return False, and do nothing, if they are to be put off.
         """
         context, pool = self._context, self._context.disk_pool
-        num_all = len(run)
-        run, num_taken = allowed(pool, self._rewrites, offer, run)
+        num_all, (run, num_taken) = len(run), allowed(pool, self._rewrites, offer, run)
         self._leave_out(offer, "disk_full", num_all - len(run))
         if not run:
             return True
@@ -302,6 +301,7 @@ class Writer:
                 return False
             # Victims need no parent: their place in the chain is taken.
             reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
+            pool.note_refused(run[0].tenant, len(run) if reason == "disk_full" else 0)
             return self._leave_out(offer, "off" if is_off else reason, len(run))
         except PoolExhausted as error:
             logger.debug("blocks are not written to disk: %s", error)

@@ -775,6 +775,12 @@ class Pool:
         """Return how many slots a tenant may have in all."""
         return self.num_slots if self._tenants is None else self._tenants.most_slots(self._number_of(tenant))
 
+    def note_refused(self, tenant: str, num_blocks: int) -> None:
+        """Count blocks that a tenant could not store, though the pool was not asked: it would have refused."""
+        with self._lock:
+            if self._tenants is not None:
+                self._tenants.refused(self._number_of(tenant), num_blocks)
+
     def room_of(self, tenant: str) -> int:
         """Return how many more slots a tenant may have; those of the shared one are not bounded."""
         return self.num_slots if self._tenants is None else self._tenants.room(self._number_of(tenant))

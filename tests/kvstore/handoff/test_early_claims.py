@@ -403,4 +403,6 @@ def test_more_fetches_than_a_node_bears_are_told_so(cluster, wait_until, monkeyp
     for i, ticket in enumerate(early):
         source.client.publish([i], ticket=ticket)
     assert [job.result(10).num_blocks for job in jobs] == [1, 1]
+    # Their clients have the results a moment before the node forgets them.
+    wait_until(lambda: len(cluster.nodes["b"].control.handoffs.fetcher) == 0)
     assert fetch(target, source.client.publish([1]), [5]).num_blocks == 1
