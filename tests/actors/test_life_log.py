@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 import kvstore
+from kvstore.errors import StoreUnavailable
 
 pytestmark = pytest.mark.ray
 
@@ -89,3 +91,18 @@ def test_the_actors_of_a_store_write_its_life_to_their_logs(
         ]  # fmt: skip
     finally:
         store.stop()
+
+
+def test_a_start_that_gave_up_is_the_reason_at_each_end(ray_cluster, node_ids):
+    """Both nodes are one machine here, so one of the two stores has the port and the other cannot."""
+    logs = Path(ray_cluster.head_node.get_session_dir_path(), "logs")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(StoreUnavailable, match=r"not every node had a store in time.*another process has it"):
+        kvstore.start("8MiB", name="half", address=ray_cluster.address, events_endpoint=address, timeout_s=10.0)
+    said = [line for log in logs.glob("worker-*.err") for line in log.read_text().splitlines() if "store=half" in line]
+    (gave_up,) = [words(line) for line in said if "event=start_gave_up" in line]
+    assert gave_up["ends_store"] == "true"
+    ends = [line for line in said if "_stopped" in line]
+    assert sorted(words(line)["event"] for line in ends) == ["store_stopped", "supervisor_stopped"]
+    assert all(line.endswith('reason="its start gave up"') for line in ends)
