@@ -1,7 +1,7 @@
 """The disk tier of one node store (G3): what the store calls. docs/disk.md describes the files.
 
 The blocks on disk are in a pool of their own, under the same rules as those in memory: leases, generations, eviction of
-leaves before roots, clearing. Saves are written behind (kvstore.disk.writer), loads read blocks into slots of memory
+leaves before roots, clearing. Saves are written behind (kvstore.disk.writing), loads read blocks into slots of memory
 (kvstore.disk.reader). The disk may fail, fill up or hang: then the tier is off, with a reason, and the rest goes on.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.config import StoreConfig
-from kvstore.disk.admission import WriteBudget
 from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
 from kvstore.disk.index_file import IndexFile
 from kvstore.disk.places import Places, TierContext
@@ -26,8 +25,9 @@ from kvstore.disk.restore import restore_old
 from kvstore.disk.slot_file import SlotFile
 from kvstore.disk.threads import DiskThreads
 from kvstore.disk.versions_file import VersionsKeeper, read_versions
-from kvstore.disk.write_back import WriteBack
-from kvstore.disk.writer import OWNER, Writer
+from kvstore.disk.writing.admission import WriteBudget
+from kvstore.disk.writing.write_back import WriteBack
+from kvstore.disk.writing.writer import OWNER, Writer
 from kvstore.errors import ConfigError, DiskUnavailable
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.pool import Pool
@@ -249,7 +249,7 @@ class DiskTier:
         """Make all blocks of a namespace's group unfindable on the disk; return True.
 
         Called under the lock of the memory's pool, in the step that clears there: then no block that is on its way
-        from one to the other stays (kvstore.disk.writer, kvstore.disk.reader).
+        from one to the other stays (kvstore.disk.writing.writer, kvstore.disk.reader).
         """
         if self.pool.num_slots:
             self.pool.begin_clear(namespace)

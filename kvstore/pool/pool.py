@@ -741,15 +741,21 @@ class Pool:
         with self._lock:
             return hot_chains(self.table.index, self.table.eviction.stamp, max_blocks)
 
-    def by_touch(self, most: int, is_wanted: Callable[[bytes], bool]) -> list[tuple[bytes, list[int]]]:
+    def by_touch(
+        self, most: int, is_wanted: Callable[[bytes], bool], most_of: Callable[[str], int]
+    ) -> list[tuple[bytes, list[int]]]:
         """Return blocks by their last touch, the last first: the namespace and the slots of those touched together.
 
         Args:
             most: of the blocks, together with those that they build on, which come before them.
             is_wanted: tells by its hash whether a block is; called under the pool's lock.
+            most_of: tells how many of a tenant's own blocks; called there, too.
         """
+        names = ("",) if self._tenants is None else self._tenants.names
         with self._lock:
-            return by_touch(self.table.index, self.table.eviction.stamp, most, is_wanted)
+            owners = bytes(self.num_slots) if self._tenants is None else self._tenants.owners.tobytes()
+            shares = [min(most_of(name), most) for name in names]
+            return by_touch(self.table.index, self.table.eviction.stamp, most, is_wanted, shares, owners)
 
     def num_leases(self, owner: str = "") -> int:
         """Return how many leases are held, by one owner if it is given."""

@@ -2,7 +2,7 @@
 
 The calls to the pools are those of a real store, in its order: what is in memory is pinned, then the own disk is read
 (kvstore.disk.reader), then another node is asked, which reads its own disk first (kvstore.remote.fetch). What became
-readable in memory is written to the disk behind each request (kvstore.disk.writer).
+readable in memory is written to the disk behind each request (kvstore.disk.writing.writer).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, Rewrites, allowed, put_off
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record
 from kvstore.disk.restore import restore, usable
+from kvstore.disk.writing.chains import Rewrites, allowed, put_off
+from kvstore.disk.writing.offers import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind
 from kvstore.errors import ChainBroken
 from kvstore.pool.pool import Pool
 from kvstore.replay.traces import Found, TierOutcome

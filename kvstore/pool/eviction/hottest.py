@@ -7,40 +7,67 @@ from collections.abc import Callable
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.block_index import BlockIndex
 
+Slots = npt.NDArray[np.int64]
+
 
 def by_touch(
-    index: BlockIndex, stamp: array[int], most: int, is_wanted: Callable[[bytes], bool]
+    index: BlockIndex,
+    stamp: array[int],
+    most: int,
+    is_wanted: Callable[[bytes], bool],
+    shares: list[int],
+    owners: bytes,
 ) -> list[tuple[bytes, list[int]]]:
     """Return the blocks that were touched last, the last first, and before each what it builds on; see `Pool.by_touch`.
 
-    `stamp` is the last touch of each slot, as `EvictionPolicy.stamp`.
+    `stamp` is the last touch of each slot, as `EvictionPolicy.stamp`. `owners` has the number of each slot's tenant,
+    `shares` how many blocks of each tenant may be returned.
     """
     ready = [slot for space in index.spaces.values() for slot in space.ready.values()]
     slots = np.array([slot for slot in ready if is_wanted(index.block_hash[slot])], np.int64)
-    if 0 < most < len(slots):
-        stamps = np.frombuffer(stamp, np.int64)[slots]
-        slots = slots[np.argpartition(stamps, len(slots) - most)[len(slots) - most :]]
+    stamps, numbers = np.frombuffer(stamp, np.int64), np.frombuffer(owners, np.uint8)
+    for number, share in enumerate(shares):
+        is_own = numbers[slots] == number
+        slots = np.concatenate([slots[~is_own], _last(slots[is_own], stamps, share)])
+    slots = _last(slots, stamps, most)
     keys = [(-stamp[slot], index.space[slot].namespace, index.depth[slot], slot) for slot in slots.tolist()]
-    found, chosen = list[tuple[bytes, list[int]]](), set[int]()
+    found, left = list[tuple[bytes, list[int]]](), list(shares)
+    #: `refused` has blocks for which a tenant has no room, and what builds on them.
+    chosen, refused = set[int](), set[int]()
     for (_, namespace), group in groupby(sorted(keys), key=lambda key: key[:2]):
         together = list[int]()
         for *_, slot in group:
             path, at = list[int](), slot if len(chosen) < most else None
-            while at is not None and at not in chosen:
+            while at is not None and at not in chosen and at not in refused:
                 path.append(at)
                 at = index.spaces[namespace].ready.get(index.parent[at])
-            from_root = path[::-1][: most - len(chosen)]
-            chosen.update(from_root)
-            together += from_root
+            num_taken = 0
+            for below in reversed(path if at not in refused else []):
+                if len(chosen) >= most or left[owners[below]] <= 0:
+                    break
+                left[owners[below]] -= 1
+                num_taken += 1
+                chosen.add(below)
+                together.append(below)
+            refused.update(path[: len(path) - num_taken])
         if together:
             found.append((namespace, together))
         if len(chosen) >= most:
             break
     return found
+
+
+def _last(slots: Slots, stamps: Slots, most: int) -> Slots:
+    """Return those of some slots that were touched last, at most so many."""
+    if most >= len(slots):
+        return slots
+    begin = len(slots) - max(most, 0)
+    return slots[np.argpartition(stamps[slots], min(begin, len(slots) - 1))[begin:]]
 
 
 def hot_chains(index: BlockIndex, stamp: array[int], max_blocks: int) -> list[BlockHashes]:

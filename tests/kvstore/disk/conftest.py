@@ -16,7 +16,7 @@ def short_rests(monkeypatch):
 @pytest.fixture
 def in_one_turn(monkeypatch):
     """A save is written in one turn of one thread, so its blocks have neighbouring places and are read by one call."""
-    monkeypatch.setattr("kvstore.disk.writer.LEAST_SHARE", 1)
+    monkeypatch.setattr("kvstore.disk.writing.writer.LEAST_SHARE", 1)
 
 
 @pytest.fixture

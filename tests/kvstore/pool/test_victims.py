@@ -6,6 +6,8 @@ import pytest
 
 from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.limits import TenantLimits
+from kvstore.pool.tenants.table import TenantTable
 from tests.kvstore.pool.pool_steps import NEVER_S, NUM_SLOTS, SPACE, chain, read, store
 
 
@@ -277,7 +279,7 @@ def is_any(block_hash):
 
 
 def by_touch(pool, most, is_wanted=is_any):
-    return [pool.hashes_of(slots) for _, slots in pool.by_touch(most, is_wanted)]
+    return [pool.hashes_of(slots) for _, slots in pool.by_touch(most, is_wanted, lambda name: most)]
 
 
 def test_by_touch(pool):
@@ -287,7 +289,7 @@ def test_by_touch(pool):
     assert by_touch(pool, 100) == [
         chain(7, 8).hashes(), chain(9).hashes(), chain(1, 2, 5, 6).hashes(), chain(3, 4).hashes(),
     ]  # fmt: skip
-    assert {namespace for namespace, _ in pool.by_touch(100, is_any)} == {SPACE}
+    assert {namespace for namespace, _ in pool.by_touch(100, is_any, lambda name: 100)} == {SPACE}
 
 
 def test_what_was_touched_last_comes_after_what_it_builds_on_and_both_count(pool):
@@ -303,3 +305,27 @@ def test_what_was_touched_last_comes_after_what_it_builds_on_and_both_count(pool
     assert by_touch(pool, 0) == []
     pool.discard([read(pool, whole)[1]])
     assert by_touch(pool, 100)[0] == [names[0], *names[2:]], "one of them is not here"
+
+
+def test_by_touch_has_no_more_of_a_tenant_than_its_share_and_nothing_that_builds_on_what_is_left_out(make):
+    pool = make(tenants=TenantTable(NUM_SLOTS, {"a": TenantLimits(), "b": TenantLimits()}))
+
+    def save(hashes, tenant):
+        ticket = pool.prepare_store(hashes, "writer", tenant=tenant)
+        pool.complete_store(ticket.write_id, "writer")
+
+    on_a, shared, own = chain(1, 2, 3, 4), chain(5, 6), chain(7, 8, 9)
+    save(on_a.head(3), "a")
+    save(on_a, "b")
+    save(shared, "")
+    save(own, "b")
+
+    def found(**shares):
+        most = {"": 100, "a": 100, "b": 100} | shares
+        return [pool.hashes_of(slots) for _, slots in pool.by_touch(100, is_any, most.__getitem__)]
+
+    assert found() == [own.hashes(), shared.hashes(), on_a.hashes()]
+    assert found(a=2) == [own.hashes(), shared.hashes(), on_a.hashes()[:2]]
+    assert found(b=2) == [own.hashes()[:2], shared.hashes(), on_a.hashes()[:3]]
+    assert found(a=0, b=0) == [shared.hashes()]
+    assert pool.by_touch(0, is_any, lambda name: 100) == []

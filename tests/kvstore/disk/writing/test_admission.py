@@ -2,7 +2,7 @@
 
 from disk_made import digest
 
-from kvstore.disk.admission import SeenFilter, WriteBudget
+from kvstore.disk.writing.admission import SeenFilter, WriteBudget
 
 HOUR_S = 3600.0
 

@@ -12,28 +12,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 
-from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
+from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
-from kvstore.disk.admission import (
-    LEAST_SHARE,
-    MOST_BLOCKS,
-    Offer,
-    OfferKind,
-    Rewrites,
-    SeenFilter,
-    Sweep,
-    WriteBudget,
-    WriterCounts,
-    allowed,
-    put_off,
-)
 from kvstore.disk.places import TierContext, records_of, write_blocks
 from kvstore.disk.slot_file import RunPages
+from kvstore.disk.writing.admission import SeenFilter, WriteBudget, WriterCounts
+from kvstore.disk.writing.chains import Rewrites, Sweep, allowed, holes, put_off
+from kvstore.disk.writing.offers import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, OfferQueue
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
 from kvstore.runtime import clock
@@ -44,6 +33,11 @@ logger = logging.getLogger(__name__)
 OWNER = "disk-writer"
 #: Bytes that one turn of a thread writes, so that reads are not kept waiting.
 _MOST_BYTES = 16 << 20
+#: Runs whose write failed that are written again at most.
+_MOST_AGAIN = 64
+
+#: Blocks that follow each other, and the places on the disk for those of them that it lacks.
+_Claim = tuple[list[HeldBlock], StoreTicket]
 
 
 class Writer:
@@ -81,14 +75,16 @@ class Writer:
         self._lock = threading.Lock()
         #: Held until the slots are claimed: so blocks that follow each other are neighbours in the file, too.
         self.claiming = threading.Lock()
-        self._queue: deque[Offer] = deque()
-        #: Blocks that wait, those of them that are before others, and those that are being written now.
-        self.num_queued = self.num_before = self.num_writing = 0
+        self._queue = OfferQueue()
+        #: Blocks that are being written now.
+        self.num_writing = 0
         self.counts = WriterCounts()
         self._pages = RunPages(MOST_BLOCKS)
         self._sweep = Sweep(context.memory_pool, context.disk_pool)
         self._sweeping: Future[int] | None = None
         self._rewrites = Rewrites(context.disk_pool.num_slots)
+        #: What is written again after the next turn that does not fail.
+        self._again: list[Offer] = []
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
         """Note blocks that became readable; `is_on_disk` if they come from there.
@@ -133,37 +129,21 @@ class Writer:
         """
         is_off = self._is_off()
         with self._lock:
-            room = 0 if is_off else max(self.most_queued - self.num_queued + self.num_before, 0)
+            room = 0 if is_off else max(self.most_queued - self._queue.num_blocks + self._queue.num_before, 0)
             if num_left := max(len(slots) - room, 0):
                 self.counts.dropped["off" if is_off else "queue_full"] += num_left
         if slots := slots[:room]:
-            self._put([self.offer_of(namespace, slots, kind, generation)], is_first=False)
+            offer = self.offer_of(namespace, slots, kind, generation)
+            with self._lock:
+                self._queue.put([offer])
             self._wake()
 
-    def _put(self, offers: list[Offer], *, is_first: bool) -> None:
-        """Put offers into the queue, in this order; before all others if `is_first`."""
+    def drop_all(self, reason: str) -> None:
+        """Leave out all that waits, and count those of these blocks that are not on the disk."""
         with self._lock:
-            if is_first:
-                self._queue.extendleft(reversed(offers))
-            else:
-                self._queue.extend(offers)
-            for offer in offers:
-                self._count_queued(offer, len(offer.slots))
-
-    def _count_queued(self, offer: Offer, num_more: int) -> None:
-        self.num_queued += num_more
-        self.num_before += num_more if offer.kind is OfferKind.BEFORE else 0
-
-    def drop_all(self, reason: str) -> int:
-        """Leave out all that waits; return how many of these blocks are not on the disk."""
-        with self._lock:
-            offers = list(self._queue)
-            self._queue.clear()
-            self.num_queued = self.num_before = 0
-        hashes = [own for offer in offers if offer.kind is not OfferKind.BEFORE for own in offer.hashes]
-        num_left = len(set(hashes)) - len(self._context.disk_pool.present(hashes))
-        self.drop(reason, num_left)
-        return num_left
+            offers = self._queue.take_all()
+        hashes = [own for offer in offers if offer.kind.is_counted for own in offer.hashes]
+        self.drop(reason, len(set(hashes)) - len(self._context.disk_pool.present(hashes)))
 
     def write_some(self) -> bool:
         """Write some of the blocks that wait; return whether there were any.
@@ -173,13 +153,18 @@ class Writer:
         """
         with ExitStack() as turn:
             turn.enter_context(self.claiming)
-            if (offer := self._take()) is None:
-                return False
+            with self._lock:
+                if (offer := self._queue.take(self.num_in_turn())) is None:
+                    return False
+                self.num_writing += len(offer.slots)
             try:
                 self.write(offer, turn.close)
             finally:
                 with self._lock:
                     self.num_writing -= len(offer.slots)
+        with self._lock:
+            self._queue.put(self._again, is_first=True)
+            self._again = []
         self.sweep()
         return True
 
@@ -201,23 +186,15 @@ class Writer:
             self._context.changed()
         return num_evicted
 
+    @property
+    def num_queued(self) -> int:
+        """How many blocks wait."""
+        return self._queue.num_blocks
+
     def num_unwritten(self) -> int:
         """Return how many blocks wait or are being written; 0 when all that were offered are on disk, or left out."""
         with self._lock:
-            return self.num_queued + self.num_writing
-
-    def _take(self) -> Offer | None:
-        with self._lock:
-            if not self._queue:
-                return None
-            offer = self._queue.popleft()
-            self._count_queued(offer, -len(offer.slots))
-            if len(offer.slots) > (most := self.num_in_turn()):
-                offer, rest = offer.split(most)
-                self._queue.appendleft(rest)
-                self._count_queued(rest, len(rest.slots))
-            self.num_writing += len(offer.slots)
-            return offer
+            return self._queue.num_blocks + self.num_writing
 
     def num_in_turn(self) -> int:
         """Return how many blocks one turn of a thread may write."""
@@ -234,10 +211,10 @@ class Writer:
 
         Args:
             offer: the blocks.
-            claimed: called when the first of them have their places, and more often.
+            claimed: called when all of them have their places, and what is to be put off is in the queue.
 
         Raises:
-            OSError: the disk refused; the blocks of that run cannot be found there.
+            OSError: the disk refused; blocks that were not written before cannot be found there.
         """
         context, pool = self._context, self._context.memory_pool
         try:
@@ -254,39 +231,58 @@ class Writer:
         try:
             wanted = [block for block in held if not block.is_low]
             self._leave_out(offer, "low_priority", len(held) - len(wanted))
-            num_done = 0
-            try:
-                for run in runs_of_held(wanted):
-                    if not self._write_run(offer, run, claimed):
-                        rest = wanted[num_done + len(run) :]
-                        self._put(put_off(pool, context.disk_pool, offer, run, rest), is_first=True)
-                        break
-                    num_done += len(run)
-            except BaseException:
-                self._leave_out(offer, "error", len(wanted) - num_done)
-                raise
+            self._write_held(offer, wanted, claimed)
         finally:
             pool.release(lease_id, OWNER)
             context.changed()
 
-    def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> bool:
-        """Count blocks that are left out, by reason; return True, as `_write_run` does for them."""
-        if offer.kind is not OfferKind.BEFORE:
-            self.drop(reason, num_blocks)
-        elif num_blocks > 0:
+    def _write_held(self, offer: Offer, wanted: list[HeldBlock], claimed: Callable[[], None]) -> None:
+        """Claim the places of all blocks, then write them: what is behind them may be another thread's turn."""
+        memory, disk, claims, num_done = self._context.memory_pool, self._context.disk_pool, list[_Claim](), 0
+        try:
+            for run in runs_of_held(wanted):
+                try:
+                    claims += self._claim(offer, run)
+                except ChainBroken:
+                    offers = put_off(memory, disk, offer, run, wanted[num_done + len(run) :])
+                    with self._lock:
+                        self._queue.put(offers, is_first=True)
+                    wanted = wanted[:num_done]
+                    break
+                num_done += len(run)
+            if claims:
+                claimed()
+            while claims:
+                self._fill(offer, *claims[0])
+                del claims[0]
+        except BaseException:
+            # The call has returned, so the disk writes no more to these slots. An old record in the index is harmless:
+            # it is not the one that stands before the bytes now.
+            for _, ticket in claims:
+                disk.abort_store(ticket.write_id, OWNER)
+            self._leave_out(offer, "error", sum(len(run) for run, _ in claims) + len(wanted) - num_done)
+            again = holes(disk, offer, [run for run, _ in claims])
+            with self._lock:
+                self._again += again[: _MOST_AGAIN - len(self._again)]
+            raise
+
+    def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
+        """Count blocks that are left out, by reason."""
+        if num_blocks > 0:
             offer.why.append(reason)
-        return True
+            self.drop(reason, num_blocks if offer.kind.is_counted else 0)
 
-    def _write_run(self, offer: Offer, run: list[HeldBlock], claimed: Callable[[], None]) -> bool:
-        """Write blocks that follow each other, and count those that are left out; see `write`.
+    def _claim(self, offer: Offer, run: list[HeldBlock]) -> list[_Claim]:
+        """Claim places on the disk for blocks that follow each other; those that are left out are counted.
 
-        Return False, and do nothing, if they are to be put off.
+        Raises:
+            ChainBroken: the disk lacks what is before them; they are to be put off, and nothing changed.
         """
-        context, pool = self._context, self._context.disk_pool
-        num_all, (run, num_taken) = len(run), allowed(pool, self._rewrites, offer, run)
+        pool, num_all = self._context.disk_pool, len(run)
+        run, num_taken = allowed(pool, self._rewrites, offer, run)
         self._leave_out(offer, "disk_full", num_all - len(run))
         if not run:
-            return True
+            return []
         try:
             ticket = pool.prepare_store(
                 chain_of(run), OWNER, needs_parent=offer.needs_parent(run[0]), num_clears=offer.num_clears,
@@ -296,47 +292,51 @@ class Writer:
             logger.debug("blocks are not written to disk: %s", error)
             self._rewrites.give_back(num_taken)
             is_off = self._is_off()
-            if offer.kind is OfferKind.SAVED and not is_off:
-                self._rewrites.earn(len(run))
-                return False
+            if offer.kind in (OfferKind.SAVED, OfferKind.AGAIN) and not is_off:
+                self._rewrites.earn(len(run) if offer.kind is OfferKind.SAVED else 0)
+                raise
             # Victims need no parent: their place in the chain is taken.
             reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
-            pool.note_refused(run[0].tenant, len(run) if reason == "disk_full" else 0)
-            return self._leave_out(offer, "off" if is_off else reason, len(run))
-        except PoolExhausted as error:
-            logger.debug("blocks are not written to disk: %s", error)
+            self._leave_out(offer, "off" if is_off else reason, len(run))
+            return []
+        except PoolExhausted:
             self._rewrites.give_back(num_taken)
-            return self._leave_out(offer, "disk_pool", len(run))
-        claimed()
-        self._rewrites.give_back(max(num_taken - len(ticket.packed_indexes) // 4, 0))
+            self._leave_out(offer, "disk_pool", len(run))
+            return []
+        num_new = len(ints_in(ticket.packed_indexes))
+        self._rewrites.give_back(max(num_taken - num_new, 0))
+        is_cleared = not ticket.write_id and ticket.num_clears != offer.num_clears
+        self._leave_out(offer, *(("cleared", len(run)) if is_cleared else ("disk_full", ticket.num_refused)))
         if not ticket.write_id:
-            is_cleared = ticket.num_clears != offer.num_clears
-            return self._leave_out(offer, *(("cleared", len(run)) if is_cleared else ("disk_full", ticket.num_refused)))
-        try:
-            blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
-            with self._lock:
-                may_write = self._budget.take(len(blocks) * context.slots.stride_bytes, clock.now_s())
-            if not may_write:
-                pool.abort_store(ticket.write_id, OWNER)
-                self._leave_out(offer, "budget", len(blocks))
-                return self._leave_out(offer, "disk_full", ticket.num_refused)
-            numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots) if offer.generation}
-            new = iter(self.take_generations(sum(block.slot not in numbers for block in blocks)))
-            generations = [numbers[block.slot] if block.slot in numbers else next(new) for block in blocks]
-            records = records_of(context, blocks, ints_in(ticket.packed_slots).tolist(), generations, offer.version)
-            write_blocks(context, self._pages, records, [block.slot for block in blocks], sync=self._sync)
-            num_published = pool.complete_store(ticket.write_id, OWNER)
-        except BaseException:
-            # The call has returned, so the disk writes no more to these slots. An old record in the index is harmless:
-            # it is not the one that stands before the bytes now.
+            return []
+        with self._lock:
+            may_write = self._budget.take(num_new * self._context.slots.stride_bytes, clock.now_s())
+        if not may_write:
             pool.abort_store(ticket.write_id, OWNER)
-            raise
+            self._leave_out(offer, "budget", num_new)
+            return []
+        return [(run, ticket)]
+
+    def _fill(self, offer: Offer, run: list[HeldBlock], ticket: StoreTicket) -> None:
+        """Write blocks to the places that were claimed for them; then they can be found there."""
+        context = self._context
+        blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
+        numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots) if offer.generation}
+        new = iter(self.take_generations(sum(block.slot not in numbers for block in blocks)))
+        generations = [numbers[block.slot] if block.slot in numbers else next(new) for block in blocks]
+        records = records_of(context, blocks, ints_in(ticket.packed_slots).tolist(), generations, offer.version)
+        write_blocks(context, self._pages, records, [block.slot for block in blocks], sync=self._sync)
+        num_published = context.disk_pool.complete_store(ticket.write_id, OWNER)
         if offer.kind is OfferKind.SAVED:
             self._rewrites.earn(num_published)
         with self._lock:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes
-        return self._leave_out(offer, "disk_full", ticket.num_refused)
+
+    def num_lost(self) -> int:
+        """Return how many blocks were left out until now, but for those of low priority."""
+        with self._lock:
+            return self.counts.dropped.total() - self.counts.dropped["low_priority"]
 
     def take_generations(self, count: int) -> range:
         """Return the next generations, which no block had before."""

@@ -4,7 +4,7 @@ import errno
 
 import numpy as np
 import pytest
-from disk_store import wait_until
+from disk_store import refuse, wait_until
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.hashing import Namespace
@@ -107,7 +107,7 @@ def test_what_is_on_disk_already_is_not_written_again(store, cluster, writes):
 
 
 def test_only_what_was_used_often_enough_is_written(start, cluster, monkeypatch):
-    monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 0.0)
+    monkeypatch.setattr("kvstore.disk.writing.writer.USE_GAP_S", 0.0)
     store = start(**BACK, disk_min_uses=2, eviction="lru")
     chains = fill(store, cluster, 6)
     store.load(chains[0])
@@ -231,6 +231,13 @@ def test_a_stop_has_a_time_limit_and_begins_with_what_was_used_last(store, clust
     assert 0 < len(firsts) <= 4
 
 
+def test_a_stop_tells_also_of_blocks_whose_write_failed(store, cluster, writes, caplog):
+    store.save(cluster.hashes(2), is_written=False)
+    writes.error = refuse()
+    store.stop()
+    assert "2 blocks of memory were not written back" in caplog.text
+
+
 def test_nothing_is_written_back_at_a_stop_with_through(start, cluster, writes):
     store = start()
     store.save(cluster.hashes(4))
@@ -251,7 +258,9 @@ def test_a_chain_of_another_namespace(store, cluster):
         pool.complete_store(ticket.write_id, "writer")
         store.save(cluster.hashes(4, seed=number), is_written=False)
         rests(store)  # Saves that are faster evict blocks unwritten.
-    spaces = {namespace for namespace, _ in store.disk.pool.by_touch(NUM_SLOTS, lambda own: True)}
+    spaces = {
+        namespace for namespace, _ in store.disk.pool.by_touch(NUM_SLOTS, lambda own: True, lambda name: NUM_SLOTS)
+    }
     assert len(spaces) == 2
     assert store.load(cluster.hashes(4, seed=0)).num_disk == 4
 
@@ -305,7 +314,7 @@ def test_a_turn_that_fails_for_good_evicts_its_victims(store, cluster, monkeypat
     def fails(writer, offer, claimed):
         raise RuntimeError("a fault of the program")
 
-    monkeypatch.setattr("kvstore.disk.writer.Writer.write", fails)
+    monkeypatch.setattr("kvstore.disk.writing.writer.Writer.write", fails)
     fill(store, cluster, 8)
     rests(store, 32)
     assert store.num("num_written") == 0

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvstore.blocks.grants import Victims
-from kvstore.disk.admission import Offer, OfferKind
 from kvstore.disk.places import TierContext
-from kvstore.disk.writer import OWNER, Writer
+from kvstore.disk.writing.offers import Offer, OfferKind
+from kvstore.disk.writing.writer import OWNER, Writer
 from kvstore.runtime import clock
 
 #: How often it is looked whether the disk still works, while the rest is written at the end of a store.
@@ -138,17 +138,22 @@ class WriteBack:
 
         What a block builds on comes before it, so that the next store can find it. These have the highest generations,
         so that the next store evicts them last. With what they build on, and those that the disk has, they are no more
-        blocks than it has slots. At most `_MOST_AT_END` are written.
+        blocks than it has slots, and of each tenant no more than it may have there. At most `_MOST_AT_END` are written.
 
         Returns:
-            How many blocks were not written in that time; they are counted as `stopped`.
+            How many of these blocks were not written; those whose turn did not come are counted as `stopped`.
         """
         writer, memory, disk = self._writer, self._context.memory_pool, self._context.disk_pool
+        until_s = clock.now_s() + timeout_s
+        self.forget()
+        with self._turned:  # Victims of before would take the places of what is chosen now.
+            self._turned.wait_for(lambda: not self.num_writing, timeout_s)
         most = min(disk.num_slots, _MOST_CHOSEN)
-        found = [(name, slots, memory.hashes_of(slots)) for name, slots in memory.by_touch(most, writer.is_worthy)]
+        last = memory.by_touch(most, writer.is_worthy, disk.most_slots_of)
+        found = [(name, slots, memory.hashes_of(slots)) for name, slots in last]
         for namespace, _, hashes in reversed(found):  # What the disk has of them keeps its places.
             disk.touch(namespace, hashes)
-        until_s, generation = clock.now_s() + timeout_s, writer.take_generations(most).stop
+        generation, num_lost = writer.take_generations(most).stop, writer.num_lost()
         writer.most_queued, room, num_cut = _MOST_AT_END, _MOST_AT_END, 0
         for namespace, slots, hashes in found:
             here = disk.present(hashes)
@@ -160,4 +165,5 @@ class WriteBack:
         writer.drop("stopped", num_cut)
         while writer.num_unwritten() and clock.now_s() < until_s and not self._is_off():
             time.sleep(_LOOK_S)
-        return writer.drop_all("stopped") + num_cut
+        writer.drop_all("stopped")
+        return writer.num_lost() - num_lost

@@ -172,7 +172,7 @@ def test_low_blocks_are_not_written_unless_they_are_used_before_their_turn(start
 @pytest.fixture
 def no_gaps(monkeypatch):
     """Each touch is a use of its own, however soon it comes."""
-    monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 0.0)
+    monkeypatch.setattr("kvstore.disk.writing.writer.USE_GAP_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_gaps")
@@ -385,18 +385,18 @@ def test_a_budget_that_is_smaller_than_a_turn_is_used(start, cluster, in_one_tur
 
 def test_a_block_is_queued_once_for_its_use(start, cluster, writes, monkeypatch):
     """However often one prompt names it: the queue has room for others."""
-    monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 3600.0)
+    monkeypatch.setattr("kvstore.disk.writing.writer.USE_GAP_S", 3600.0)
     store = start(disk_min_uses=2)
     hot, other = cluster.hashes(8, seed=1), cluster.hashes(8, seed=2)
     for first, hashes in enumerate((hot, other)):
         store.save(hashes, first=8 * first, is_written=False)
-    monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 0.0)
+    monkeypatch.setattr("kvstore.disk.writing.writer.USE_GAP_S", 0.0)
     with writes.held():
         store.load(hot)
-        monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 3600.0)
+        monkeypatch.setattr("kvstore.disk.writing.writer.USE_GAP_S", 3600.0)
         for _ in range(20):
             store.load(hot)
-        monkeypatch.setattr("kvstore.disk.writer.USE_GAP_S", 0.0)
+        monkeypatch.setattr("kvstore.disk.writing.writer.USE_GAP_S", 0.0)
         store.load(other)
     wait_until(lambda: not store.num("num_unwritten"))
     assert [store.disk.lookup(hashes) for hashes in (hot, other)] == [8, 8]

@@ -1,0 +1,198 @@
+"""Keep the chains of a disk whole: what is written before blocks that were saved, and what is evicted behind lost ones.
+
+A block is found only behind all those before it in its chain, in memory or on the disk
+(docs/adr/0042-what-can-be-found-on-disk.md). So what the disk lacks before a block that was saved is written first, and
+what is behind a block that is lost is evicted from the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvstore.blocks.grants import HeldBlock
+from kvstore.disk.writing.offers import Offer, OfferKind
+from kvstore.pool.pool import Pool
+from kvstore.pool.tenants.limits import SHARED
+
+#: So many blocks are looked at under the lock of the memory's pool at once.
+_STEP = 256
+#: So many slots of the disk's pool are looked at under its lock at once.
+_SLICE = 4096
+#: For each saved block, so many that the disk has lost may be written in the places of others.
+_REWRITES = 4
+#: It is looked for blocks that nobody can find when one of so many of the disk's blocks was evicted.
+_SWEPT_SHARE = 16
+
+
+class Rewrites:
+    """Bounds what is written before saved blocks in the places of others: a disk's worth, and so many for each of them.
+
+    On a disk that is small for the chains in use, each chain would else be written again with each of its saves. Any
+    thread may call.
+
+    Args:
+        num_slots: of the disk.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._most = self._left = num_slots
+        self._lock = threading.Lock()
+
+    def earn(self, num_saved: int) -> None:
+        """Note saved blocks that were written, or that have to wait for what is before them."""
+        self.give_back(_REWRITES * num_saved)
+
+    def take(self, num_blocks: int) -> int:
+        """Return how many of these blocks may take the places of others."""
+        with self._lock:
+            num_granted = min(num_blocks, self._left)
+            self._left -= num_granted
+            return num_granted
+
+    def give_back(self, num_blocks: int) -> None:
+        """Note that so many blocks took no places after all."""
+        with self._lock:
+            self._left = min(self._left + num_blocks, self._most)
+
+
+def allowed(disk: Pool, rewrites: Rewrites, offer: Offer, run: list[HeldBlock]) -> tuple[list[HeldBlock], int]:
+    """Return the leading blocks of a run that may be written, as whose, and how many of them take places of others.
+
+    Only blocks that are before others are bounded. Their owner pays for them if it has room, else the tenant that saved
+    those. A tenant at its quota takes its own places only.
+    """
+    if offer.kind is not OfferKind.BEFORE:
+        return run, 0
+    if (owner := run[0].tenant) not in (SHARED, offer.tenant) and disk.room_of(owner) < len(run):
+        run = [block._replace(tenant=offer.tenant) for block in run]
+    num_free = max(min(disk.num_free, disk.room_of(run[0].tenant)), 0)
+    num_granted = rewrites.take(max(len(run) - num_free, 0))
+    return run[: num_free + num_granted], num_granted
+
+
+def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], rest: Sequence[HeldBlock]) -> list[Offer]:
+    """Return what is written in place of a run of saved blocks, of which the disk lacks what is before it.
+
+    That is what memory has of it, from the root on, and then the run, and then the rest of the offer, which may lack
+    the same. What is being written to the disk counts as there. A run that the quota of its tenant has no room for is
+    counted as refused.
+    """
+    namespace, own, slots, names, is_linked = offer.namespace, run[0].parent, list[int](), list[bytes](), True
+    # What can have no places together is not tried: it would take those of others for nothing.
+    can_fit = run[-1].depth < disk.num_slots
+    while can_fit and own != namespace:
+        hashes, more, above = memory.climb(namespace, own, _STEP)
+        here = disk.held(namespace, [*hashes, above])
+        end = next((at for at, name in enumerate([*hashes, above]) if name in here), None)
+        slots += more[:end]
+        names += hashes[:end]
+        if end is not None:
+            own = [*hashes, above][end]
+            break
+        if above != namespace and len(more) < _STEP:
+            is_linked = False  # The block there is still being written to memory, and comes to the disk later.
+            break
+        own = above
+    tenant = run[0].tenant
+    if can_fit and not _has_room(memory, disk, run, slots, own):
+        can_fit = False
+        disk.note_refused(tenant, len(run))
+    behind = offer.part(run, OfferKind.BEHIND, [] if can_fit else ["disk_full"])
+    before = replace(
+        behind, slots=slots[::-1], hashes=names[::-1], kind=OfferKind.BEFORE, tenant=tenant, is_unlinked=not is_linked
+    )
+    offers = [before, behind] if slots and can_fit else [replace(behind, is_unlinked=can_fit and not is_linked)]
+    return [*offers, offer.part(rest, offer.kind)] if rest else offers
+
+
+def _has_room(memory: Pool, disk: Pool, run: Sequence[HeldBlock], slots: list[int], own: bytes) -> bool:
+    """Return whether the tenant of a run may have it on the disk together with its own blocks before it.
+
+    `slots` of memory are of those that the disk lacks, `own` is the hash of the one above. What is being written there
+    counts as another's: whose it is cannot be seen yet.
+    """
+    namespace, tenant = run[0].namespace, run[0].tenant
+    if run[-1].depth < (most := disk.most_slots_of(tenant)):
+        return True
+    num_own = len(run) + memory.tenants_of(slots).count(tenant)
+    there = [0] * _STEP
+    while num_own <= most and len(there) == _STEP:
+        _, there, own = disk.climb(namespace, own, _STEP)
+        num_own += disk.tenants_of(there).count(tenant)
+    return num_own <= most
+
+
+def holes(disk: Pool, offer: Offer, failed: Iterable[Sequence[HeldBlock]]) -> list[Offer]:
+    """Return those of some runs whose write failed, as far as others on the disk hang on them already.
+
+    Nothing else would have them written again: what is saved behind them later finds its parent there.
+    """
+    if offer.kind is OfferKind.VICTIMS:  # They stay in memory, and are the next ones again.
+        return []
+    awaited = set(dict(disk.awaited()).get(offer.namespace, ()))
+    ends = [(run, [at for at, block in enumerate(run, 1) if block.block_hash in awaited]) for run in failed]
+    return [offer.part(run[: found[-1]], OfferKind.AGAIN) for run, found in ends if found]
+
+
+class Sweep:
+    """Evicts from the disk what this node cannot find: blocks behind one that neither its memory nor its disk has.
+
+    Blocks are evicted from memory before they could be written, writes fail, and a store may be killed. What the disk
+    has behind such a block would otherwise stay until its turn, in the places of blocks that can be found.
+
+    Args:
+        memory: its blocks count as before those of the disk.
+        disk: blocks are evicted here.
+    """
+
+    def __init__(self, memory: Pool, disk: Pool) -> None:
+        self._memory, self._disk = memory, disk
+        self._every = max(1, disk.num_slots // _SWEPT_SHARE)
+        #: How many blocks the disk has evicted when it is looked again. Until it evicts, nothing takes others' places.
+        self._next_at = 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the disk has evicted enough blocks since the last time."""
+        return self._disk.num_evicted >= self._next_at
+
+    def run(self) -> int:
+        """Evict such blocks; return how many. Takes a second for a million blocks, if there are any to be evicted."""
+        num_evicted = 0
+        for namespace, awaited in self._disk.awaited():
+            if lost := self._lost(namespace, awaited):
+                behind = _behind(namespace, lost, self._disk)
+                for begin in range(0, len(behind), _STEP):
+                    some = behind[begin : begin + _STEP]
+                    # Again, because a prompt may have been saved anew since.
+                    still = self._lost(namespace, {above for _, above in some})
+                    pairs = [(own, above) for own, above in some if above in still]
+                    num_evicted += self._disk.evict_awaiting(namespace, pairs)
+        self._next_at = self._disk.num_evicted + self._every
+        return num_evicted
+
+    def _lost(self, namespace: bytes, awaited: Iterable[bytes]) -> set[bytes]:
+        lost = set(awaited)
+        lost -= self._memory.held(namespace, lost)
+        # Last: a block is on the disk before it goes from memory.
+        return lost - self._disk.held(namespace, lost)
+
+
+def _behind(namespace: bytes, lost: Iterable[bytes], disk: Pool) -> list[tuple[bytes, bytes]]:
+    """Return the blocks of a disk behind lost ones, each before its parent, and with the lost one."""
+    depths, pairs, above = list[int](), list[tuple[bytes, bytes]](), {own: own for own in lost}
+    for begin in range(0, disk.num_slots, _SLICE):
+        for depth, own, parent in disk.links(namespace, begin, begin + _SLICE):
+            depths.append(depth)
+            pairs.append((own, parent))
+    found = list[tuple[bytes, bytes]]()
+    for at in np.argsort(np.array(depths, np.int64), kind="stable").tolist():
+        own, parent = pairs[at]
+        if (top := above.get(parent)) is not None:
+            above[own] = top
+            found.append((own, top))
+    return found[::-1]
