@@ -129,6 +129,14 @@ def check_node(node_id: str, handle: Any, config: StoreConfig) -> None:
         logger.info("node %s: whether it can have these settings is not known: %s", node_id, error)
 
 
+def _give_way(supervisor: Any, reason: str) -> None:
+    """Have a supervisor make no more actors, and leave the stores to the next one."""
+    try:
+        call("supervisor", supervisor.give_way, reason, timeout_s=_CALL_S)
+    except AttributeError:  # It is of a version that ends the stores which it is making.
+        stop_for("supervisor", supervisor, reason, _CALL_S)
+
+
 def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable[str] = ()) -> tuple[Any, StoreConfig]:
     """End a store's supervisor and make another one, with changed settings and this version of raykv.
 
@@ -167,7 +175,7 @@ def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable
             raise ConfigError(f"{error}; nothing was restarted, and no setting changed") from error
     if old is not None:
         with contextlib.suppress(KVStoreError):
-            stop_for("supervisor", old, "a restart makes another one", _CALL_S)
+            _give_way(old, "a restart makes another one")
         with ray_failures("supervisor"):
             ray.kill(old)
     deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"])

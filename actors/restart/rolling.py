@@ -14,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, ray_failures, stop_for
-from kvstore.actors.finding import actors_of, alive_nodes, make_actor
+from kvstore.actors.finding import actors_of, alive_nodes, constructor_pid, make_actor
 from kvstore.actors.restart.changing import check_node, replace_supervisor
 from kvstore.actors.restart.holder import Holder
 from kvstore.bounds import check_flag, check_node_id, check_seconds, clip
@@ -30,7 +30,7 @@ _HOLDER_S, _STOPS_S, _SERVES_S = 60.0, 20.0, 120.0
 _KEEP_S = 180.0
 #: How long the end of the old store is no loss: it stops, and the supervisor sees that.
 _PLANNED_S = 60.0
-_ROUND_EVERY_S = 1.0
+_ROUND_EVERY_S, _LOOK_S = 1.0, 0.1
 _COLD = "cold was asked for"
 _LOST = "the memory is lost: a store that had taken it, or was to take it, ended before it served"
 
@@ -129,7 +129,7 @@ class Turn:
         #: Whether the old store may have ended, and whether a holder may have its memory.
         self._has_ended, self._may_be_held = False, False
         self._again = ""
-        self.longest_s = _CALL_S + _HOLDER_S + wait_s + 3 * _STOPS_S + _SERVES_S
+        self.longest_s = _CALL_S + _HOLDER_S + wait_s + 3 * _STOPS_S + 2 * _SERVES_S
 
     def outcome(self, error: KVStoreError) -> str:
         """Return what an error of `run` leaves."""
@@ -145,9 +145,8 @@ class Turn:
 
     def run(self, *, cold: bool) -> dict[str, Any]:
         """Restart the node; return how its next store began."""
-        old, holder, why_cold = None, None, _COLD if cold else ""
-        with contextlib.suppress(StoreNotRunning):
-            old = find_actor(self._path)
+        holder, why_cold = None, _COLD if cold else ""
+        old = self._find_old()
         if old is not None:
             self._again = " again"
             check_node(self._node_id, old, self._config)  # Again: the nodes before it may have taken an address.
@@ -163,10 +162,7 @@ class Turn:
                     why_cold = f"no process can hold the memory: {where}"
                 else:
                     self._say(f"drains, and waits up to {self._wait_s:g} s for leases, writes and hand-offs")
-                    # Until it is known that nothing was given: this process may be ended meanwhile.
-                    self._may_be_held = True
-                    why_cold = _give(old, where, self._wait_s)
-                    self._may_be_held = not why_cold
+                    why_cold = self._give(old, where)
             said = self._next(old)
             self._may_be_held = False
         finally:
@@ -178,10 +174,50 @@ class Turn:
         logger.info("node %s was restarted: %s", self._node_id, result)
         return result
 
+    def _find_old(self) -> Any:
+        """Return the node's store, None if it has none. One that another restart is making is waited for.
+
+        It may have taken the memory already, and can give it only when it is made.
+        """
+        began_s, has_said = time.monotonic(), False
+        while True:
+            try:
+                old = find_actor(self._path)
+            except StoreNotRunning:
+                return None
+            pid, waited_s = constructor_pid(old), time.monotonic() - began_s
+            # One for which Ray has no process has taken nothing, and may wait for room that there never is.
+            if pid is None or waited_s > (_SERVES_S if pid else _CALL_S):
+                return old
+            if not has_said:
+                self._say("waits for its store, which is being made")
+                has_said = True
+            time.sleep(_LOOK_S)
+
+    def _give(self, old: Any, where: str) -> str:
+        """Have a store give its memory to the holder; return why it did not, "" if it did, now or before."""
+        # Until it is known that nothing was given: this process may be ended meanwhile.
+        self._may_be_held = True
+        if not where:
+            return ""
+        giving = None
+        try:
+            giving = begin("store", old.hand_over, where, self._wait_s)
+            answer("store", giving, self._wait_s + _STOPS_S)
+        except (KVStoreError, AttributeError) as error:  # AttributeError: it is of a version that cannot.
+            self._may_be_held = False
+            return f"the old store gave nothing: {error}"
+        except BaseException:  # Ctrl-C or SIGTERM: nobody would wait for what it gives.
+            if giving is not None and _take_back(old, giving):
+                self._may_be_held = False
+                self._say("serves again with the settings that it had: the restart was interrupted")
+            raise
+        return ""
+
     def _next(self, old: Any) -> dict[str, Any]:
         """End the old store, and wait for the next one."""
         # Where there was no old store the reason holds still, and nothing is worth waiting for.
-        before = "" if old is None else _hopeless(self._supervisor, self._node_id)
+        before = "" if old is None else _unworkable(self._supervisor, self._node_id)
         if old is not None:
             self._say("ends its store")
             with contextlib.suppress(KVStoreError):
@@ -236,15 +272,21 @@ def _end_holder(holder: Any) -> None:
         ray.kill(holder)
 
 
-def _give(old: Any, path: str, wait_s: float) -> str:
-    """Have a store give its memory to the holder; return why it did not, "" if it did, now or before."""
-    if not path:
-        return ""
+def _take_back(old: Any, giving: Any) -> bool:
+    """Have a store that was to give its memory serve again; return whether it surely gave nothing.
+
+    More than once: the drain may begin only after the first call.
+    """
+    deadline_s = time.monotonic() + _CALL_S
     try:
-        call("store", old.hand_over, path, wait_s, timeout_s=wait_s + _STOPS_S)
-    except (KVStoreError, AttributeError) as error:  # AttributeError: it is of a version that cannot.
-        return f"the old store gave nothing: {error}"
-    return ""
+        while not is_answered("store", giving, _LOOK_S) and (left_s := deadline_s - time.monotonic()) > 0:
+            call("store", old.undrain, timeout_s=left_s)
+        answer("store", giving, 0.0)
+    except StoreUnavailable:
+        return True
+    except KVStoreError:
+        return False
+    return False
 
 
 def _end(path: str, old: Any) -> None:
@@ -254,10 +296,10 @@ def _end(path: str, old: Any) -> None:
         ray.kill(old)
 
 
-def _hopeless(supervisor: Any, node_id: str) -> str:
+def _unworkable(supervisor: Any, node_id: str) -> str:
     """Return why a node can have no store with these settings; "" if nothing is known."""
     with contextlib.suppress(KVStoreError):
-        return str(call("supervisor", supervisor.hopeless, timeout_s=_CALL_S).get(node_id, ""))
+        return str(call("supervisor", supervisor.unworkable, timeout_s=_CALL_S).get(node_id, ""))
     return ""
 
 
@@ -298,9 +340,9 @@ def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before
                 last = "its mover is not ready"
         except KVStoreError as error:
             last = str(error)
-        if (problem := _hopeless(supervisor, node_id)) not in ("", before):
+        if (problem := _unworkable(supervisor, node_id)) not in ("", before):
             raise StoreUnavailable(problem)
         if _has_left(node_id):
             raise StoreUnavailable("it left the cluster while it was restarted")
-        time.sleep(0.1)
+        time.sleep(_LOOK_S)
     raise StoreUnavailable(f"no store in {_SERVES_S:g} s: {last}")

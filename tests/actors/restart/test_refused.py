@@ -166,7 +166,7 @@ def test_an_error_says_whether_a_holder_still_has_the_memory(store, node_ids, mo
     old = SimpleNamespace(_actor_id="old")
     fakes = {
         "find_actor": old, "check_node": None, "_make_holder": (old, ""), "_end": None, "call": None,
-        "_hopeless": "", "_kept_s": kept_s,
+        "_unworkable": "", "_kept_s": kept_s,
     }  # fmt: skip
     for name, value in fakes.items():
         monkeypatch.setattr(rolling, name, lambda *_, value=value, **__: value)

@@ -317,7 +317,7 @@ def test_an_on_step_that_raises_is_not_called_again_and_ends_no_restart(store, n
 
 
 def test_a_node_without_a_store_fails_with_the_reason_that_is_known_already(store, node_ids, monkeypatch):
-    monkeypatch.setattr(rolling, "_hopeless", lambda supervisor, node_id: "disk_path: wanted another folder")
+    monkeypatch.setattr(rolling, "_unworkable", lambda supervisor, node_id: "disk_path: wanted another folder")
     asked = []
 
     def wait_for_next(path, node_id, old_id, supervisor, before):
