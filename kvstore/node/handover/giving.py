@@ -96,8 +96,8 @@ def end_later(core: NodeCore) -> None:
     """End this process, if its caller died after the memory was given: another store would wait for its end."""
     time.sleep(_ENDS_ITSELF_S)
     state = core.state
-    facts = {"store": state.config.name, "node": state.node_id, "epoch": state.epoch.hex()}
-    log_life("store_stopped", **facts, reason="a restart")
+    name, epoch = state.config.name, state.epoch.hex()
+    log_life("store_stopped", store=name, node=state.node_id, epoch=epoch, reason="a restart")
     os._exit(0)
 
 
