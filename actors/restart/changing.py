@@ -11,12 +11,12 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, call, find_actor, ray_failures, stop_for
+from kvstore.actors.calls import actor_name, call, find_actor, is_silent, ray_failures, stop_for
 from kvstore.actors.finding import alive_nodes, make_actor, node_stores
 from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
 from kvstore.bounds import parse_bytes
 from kvstore.config import MAX_WATERMARK, PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, PeerLost, StoreNotRunning, StoreUnavailable
 from kvstore.node.handover.needs import needs_of
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,12 @@ def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable
         StoreUnavailable, TransferError: the new one cannot be made, or the old one does not answer.
     """
     path = actor_name(name, "supervisor")
-    old, said = _running(name, path)
+    try:
+        old, said = _running(name, path)
+    except PeerLost as error:
+        if is_silent(error):
+            raise
+        raise StoreUnavailable(f"another call changes the settings of store {name!r}, or ends it; try again") from error
     if said["protocol"] != PROTOCOL_VERSION:
         # Its directory, which alone knows all clearings, could not be asked by new stores.
         raise IncompatibleStore(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, ray_failures, stop_for
-from kvstore.actors.finding import actors_of, alive_nodes, constructor_pid, make_actor
+from kvstore.actors.finding import alive_nodes, constructor_pid
 from kvstore.actors.restart.changing import check_node, replace_supervisor
-from kvstore.actors.restart.holder import Holder
+from kvstore.actors.restart.holding import HOLDER_S, STOPS_S, end_holder, holders_of, kept_s, make_holder, tell_why
 from kvstore.bounds import check_flag, check_node_id, check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError, StoreNotRunning, StoreUnavailable
@@ -24,10 +22,8 @@ from kvstore.errors import InvalidRequest, KVStoreError, StoreNotRunning, StoreU
 logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-#: How long a holder may take to start, an old store to stop, and a new one to serve.
-_HOLDER_S, _STOPS_S, _SERVES_S = 60.0, 20.0, 120.0
-#: How long a holder keeps the memory for a new store, once the old one gave it.
-_KEEP_S = 180.0
+#: How long a new store may take to serve.
+_SERVES_S = 120.0
 #: How long the end of the old store is no loss: it stops, and the supervisor sees that.
 _PLANNED_S = 60.0
 _ROUND_EVERY_S, _LOOK_S = 1.0, 0.1
@@ -129,7 +125,7 @@ class Turn:
         #: Whether the old store may have ended, and whether a holder may have its memory.
         self._has_ended, self._may_be_held = False, False
         self._again = ""
-        self.longest_s = _CALL_S + _HOLDER_S + wait_s + 3 * _STOPS_S + 2 * _SERVES_S
+        self.longest_s = _CALL_S + HOLDER_S + wait_s + 3 * STOPS_S + 2 * _SERVES_S
 
     def outcome(self, error: KVStoreError) -> str:
         """Return what an error of `run` leaves."""
@@ -139,7 +135,7 @@ class Turn:
         text = f"node {self._node_id} has no store{self._again}: {error}"
         if _has_left(self._node_id):
             return text
-        if (left_s := _kept_s(self._name, self._node_id)) > 0:
+        if (left_s := kept_s(self._name, self._node_id)) > 0:
             return f"{text}; its memory is kept for {left_s:.0f} s, for a restart with settings that work"
         return f"{text}; its memory is lost" if self._may_be_held else text
 
@@ -154,21 +150,22 @@ class Turn:
             if old is None:
                 self._has_ended = True
             if cold:
-                for each in _holders(self._name, self._node_id):  # The next store would take what they have.
-                    _end_holder(each)
+                for each in holders_of(self._name, self._node_id):  # The next store would take what they have.
+                    end_holder(each)
             elif old is not None:
-                holder, where = _make_holder(self._name, self._node_id, self._wait_s)
+                holder, where = make_holder(self._name, self._node_id, self._wait_s)
                 if holder is None:
                     why_cold = f"no process can hold the memory: {where}"
                 else:
                     self._say(f"drains, and waits up to {self._wait_s:g} s for leases, writes and hand-offs")
-                    why_cold = self._give(old, where)
+                    if why_cold := self._give(old, where):
+                        tell_why(holder, why_cold)
             said = self._next(old)
             self._may_be_held = False
         finally:
             # The next store may have failed: then another restart, with settings that work, finds the memory there.
             if holder is not None and not self._may_be_held:
-                _end_holder(holder)
+                end_holder(holder)
         otherwise = "the node had no store" if old is None else _LOST
         result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or otherwise}
         logger.info("node %s was restarted: %s", self._node_id, result)
@@ -203,7 +200,7 @@ class Turn:
         giving = None
         try:
             giving = begin("store", old.hand_over, where, self._wait_s)
-            answer("store", giving, self._wait_s + _STOPS_S)
+            answer("store", giving, self._wait_s + STOPS_S)
         except (KVStoreError, AttributeError) as error:  # AttributeError: it is of a version that cannot.
             self._may_be_held = False
             return f"the old store gave nothing: {error}"
@@ -229,49 +226,6 @@ class Turn:
         return _wait_for_next(self._path, self._node_id, old_id, self._supervisor, before)
 
 
-def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
-    """Make a process on the node that holds its memory; return its handle and path, or None and why there is none.
-
-    The path is "" if the store gave its memory already: for a restart that was killed.
-    """
-    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    path, args = (
-        actor_name(name, "handover", f"{node_id}-{secrets.token_hex(3)}"),
-        (name, node_id, wait_s + _STOPS_S, _KEEP_S),
-    )
-    try:
-        holder = make_actor(path, Holder, {}, args, max_restarts=0, scheduling_strategy=here)
-        return holder, str(call("holder", holder.path, timeout_s=_HOLDER_S))
-    except KVStoreError as error:
-        return None, str(error)
-
-
-def _holders(name: str, node_id: str) -> list[Any]:
-    """Return what may hold the node's memory, for this restart or for one that was killed."""
-    begins, found = actor_name(name, "handover", f"{node_id}-"), list[Any]()
-    for path in [path for path in actors_of(name) if path.startswith(begins)]:
-        with contextlib.suppress(KVStoreError):
-            found.append(find_actor(path))
-    return found
-
-
-def _kept_s(name: str, node_id: str) -> float:
-    """Return how long the node's memory is still kept for a next store; 0.0 if nobody has it, or nobody says so."""
-    longest_s = 0.0
-    with contextlib.suppress(KVStoreError):
-        for holder in _holders(name, node_id):
-            with contextlib.suppress(KVStoreError, AttributeError):  # AttributeError: it is of an older version.
-                longest_s = max(longest_s, call("holder", holder.kept_s, timeout_s=_CALL_S))
-    return longest_s
-
-
-def _end_holder(holder: Any) -> None:
-    with contextlib.suppress(KVStoreError, AttributeError):  # Killed alone, it would leave the file of its socket.
-        call("holder", holder.end, timeout_s=_CALL_S)
-    with contextlib.suppress(KVStoreError), ray_failures("holder"):
-        ray.kill(holder)
-
-
 def _take_back(old: Any, giving: Any) -> bool:
     """Have a store that was to give its memory serve again; return whether it surely gave nothing.
 
@@ -291,7 +245,7 @@ def _take_back(old: Any, giving: Any) -> bool:
 
 def _end(path: str, old: Any) -> None:
     with contextlib.suppress(KVStoreError, AttributeError):
-        stop_for("store", old, "a restart", _STOPS_S)
+        stop_for("store", old, "a restart", STOPS_S)
     with contextlib.suppress(KVStoreError), ray_failures(path):
         ray.kill(old)
 
