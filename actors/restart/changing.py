@@ -129,7 +129,7 @@ def check_node(node_id: str, handle: Any, config: StoreConfig) -> None:
         logger.info("node %s: whether it can have these settings is not known: %s", node_id, error)
 
 
-def _give_way(supervisor: Any, reason: str) -> None:
+def give_way(supervisor: Any, reason: str) -> None:
     """Have a supervisor make no more actors, and leave the stores to the next one."""
     try:
         call("supervisor", supervisor.give_way, reason, timeout_s=_CALL_S)
@@ -180,7 +180,7 @@ def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable
             raise ConfigError(f"{error}; nothing was restarted, and no setting changed") from error
     if old is not None:
         with contextlib.suppress(KVStoreError):
-            _give_way(old, "a restart makes another one")
+            give_way(old, "a restart makes another one")
         with ray_failures("supervisor"):
             ray.kill(old)
     deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"])

@@ -22,8 +22,8 @@ from kvstore.errors import InvalidRequest, KVStoreError, StoreNotRunning, StoreU
 logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-#: How long a new store may take to serve.
-_SERVES_S = 120.0
+#: How long Ray may take to begin a process for a store that another restart makes, and how long a store to serve.
+PLACED_WITHIN_S, SERVES_S = 10.0, 120.0
 #: How long the end of the old store is no loss: it stops, and the supervisor sees that.
 _PLANNED_S = 60.0
 _ROUND_EVERY_S, _LOOK_S = 1.0, 0.1
@@ -123,9 +123,9 @@ class Turn:
         self._name, self._node_id, self._supervisor, self._config = name, node_id, supervisor, config
         self._wait_s, self._say, self._path = wait_s, say, actor_name(name, "node", node_id)
         #: Whether the old store may have ended, and whether a holder may have its memory.
-        self._has_ended, self._may_be_held = False, False
+        self._has_ended, self.may_be_held = False, False
         self._again = ""
-        self.longest_s = _CALL_S + HOLDER_S + wait_s + 3 * STOPS_S + 2 * _SERVES_S
+        self.longest_s = _CALL_S + HOLDER_S + wait_s + 3 * STOPS_S + 2 * SERVES_S
 
     def outcome(self, error: KVStoreError) -> str:
         """Return what an error of `run` leaves."""
@@ -137,12 +137,12 @@ class Turn:
             return text
         if (left_s := kept_s(self._name, self._node_id)) > 0:
             return f"{text}; its memory is kept for {left_s:.0f} s, for a restart with settings that work"
-        return f"{text}; its memory is lost" if self._may_be_held else text
+        return f"{text}; its memory is lost" if self.may_be_held else text
 
     def run(self, *, cold: bool) -> dict[str, Any]:
         """Restart the node; return how its next store began."""
         holder, why_cold = None, _COLD if cold else ""
-        old = self._find_old()
+        old = self.find_old()
         if old is not None:
             self._again = " again"
             check_node(self._node_id, old, self._config)  # Again: the nodes before it may have taken an address.
@@ -158,20 +158,20 @@ class Turn:
                     why_cold = f"no process can hold the memory: {where}"
                 else:
                     self._say(f"drains, and waits up to {self._wait_s:g} s for leases, writes and hand-offs")
-                    if why_cold := self._give(old, where):
+                    if why_cold := self.give(old, where):
                         tell_why(holder, why_cold)
             said = self._next(old)
-            self._may_be_held = False
+            self.may_be_held = False
         finally:
             # The next store may have failed: then another restart, with settings that work, finds the memory there.
-            if holder is not None and not self._may_be_held:
+            if holder is not None and not self.may_be_held:
                 end_holder(holder)
         otherwise = "the node had no store" if old is None else _LOST
         result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or otherwise}
         logger.info("node %s was restarted: %s", self._node_id, result)
         return result
 
-    def _find_old(self) -> Any:
+    def find_old(self) -> Any:
         """Return the node's store, None if it has none. One that another restart is making is waited for.
 
         It may have taken the memory already, and can give it only when it is made.
@@ -184,17 +184,17 @@ class Turn:
                 return None
             pid, waited_s = constructor_pid(old), time.monotonic() - began_s
             # One for which Ray has no process has taken nothing, and may wait for room that there never is.
-            if pid is None or waited_s > (_SERVES_S if pid else _CALL_S):
+            if pid is None or waited_s > (SERVES_S if pid else PLACED_WITHIN_S):
                 return old
             if not has_said:
                 self._say("waits for its store, which is being made")
                 has_said = True
             time.sleep(_LOOK_S)
 
-    def _give(self, old: Any, where: str) -> str:
+    def give(self, old: Any, where: str) -> str:
         """Have a store give its memory to the holder; return why it did not, "" if it did, now or before."""
         # Until it is known that nothing was given: this process may be ended meanwhile.
-        self._may_be_held = True
+        self.may_be_held = True
         if not where:
             return ""
         giving = None
@@ -202,11 +202,11 @@ class Turn:
             giving = begin("store", old.hand_over, where, self._wait_s)
             answer("store", giving, self._wait_s + STOPS_S)
         except (KVStoreError, AttributeError) as error:  # AttributeError: it is of a version that cannot.
-            self._may_be_held = False
+            self.may_be_held = False
             return f"the old store gave nothing: {error}"
         except BaseException:  # Ctrl-C or SIGTERM: nobody would wait for what it gives.
             if giving is not None and _take_back(old, giving):
-                self._may_be_held = False
+                self.may_be_held = False
                 self._say("serves again with the settings that it had: the restart was interrupted")
             raise
         return ""
@@ -276,7 +276,7 @@ def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before
 
     `before` is why the node could have no other store as long as it had the old one.
     """
-    deadline_s, next_round_s, last, round_ = time.monotonic() + _SERVES_S, 0.0, "not made yet", None
+    deadline_s, next_round_s, last, round_ = time.monotonic() + SERVES_S, 0.0, "not made yet", None
     while (now_s := time.monotonic()) < deadline_s:
         # One at a time, and each is heard: Ray prints the errors of calls that nobody waits for.
         if round_ is not None and _has_ended(round_):
@@ -299,4 +299,4 @@ def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before
         if _has_left(node_id):
             raise StoreUnavailable("it left the cluster while it was restarted")
         time.sleep(_LOOK_S)
-    raise StoreUnavailable(f"no store in {_SERVES_S:g} s: {last}")
+    raise StoreUnavailable(f"no store in {SERVES_S:g} s: {last}")

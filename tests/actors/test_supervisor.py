@@ -352,10 +352,10 @@ def test_a_store_made_while_the_supervisor_stops_is_ended_unless_another_one_see
         getattr(supervisor, verb)("why")
         return name
 
-    monkeypatch.setattr(module, "wait", lambda futures, timeout_s: None)
+    monkeypatch.setattr(module, "_CALL_S", 0.1)
     monkeypatch.setattr(module, "make_answering", make)
     monkeypatch.setattr(module.ray, "kill", killed.append)
-    supervisor._ensure_node_store("n", {"memory": 1e12})
+    assert supervisor.reconcile() == []
     assert killed == (["raykv/default/node/n"] if verb == "stop" else [])
     assert supervisor.config()["is_ending"] is True
 
@@ -371,7 +371,13 @@ def test_a_store_with_other_settings_ends_a_start_but_no_restart(kept, monkeypat
     assert supervisor.unworkable() == dict.fromkeys("nm", "no such disk")
 
 
-def test_a_store_whose_settings_this_version_does_not_know_ends_no_restart(idle, monkeypatch):
+class Checks(Supervisor):
+    def check(self, handle):
+        self._check_settings("n", handle)
+
+
+def test_a_store_whose_settings_this_version_does_not_know_ends_no_restart(monkeypatch):
+    supervisor = Checks(StoreConfig().to_json(), watch=False)
     monkeypatch.setattr(module, "call", lambda *args, **options: '{"of": "the future"}')
     with pytest.raises(IncompatibleStore, match="node n has a store of another version of raykv"):
-        idle._check_settings("n", SimpleNamespace(_actor_id="store", settings=None))
+        supervisor.check(SimpleNamespace(_actor_id="store", settings=None))

@@ -32,7 +32,7 @@ User = tuple[str, float]
 
 _HOLDER_S, _SERVER_S = 5.0, 5.0
 #: How long a store that gave its memory away waits for its caller to end it.
-_ENDS_ITSELF_S = 30.0
+ENDS_ITSELF_S = 30.0
 #: Beginnings of the owners' names of workers, whose processes write to slots by themselves; a worker over Ray has a
 #: deadline. All other owners are parts of the store: the store's process or its mover's writes.
 _WORKERS, _OVER_RAY = ("client-", "local-"), "ray:"
@@ -94,7 +94,7 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
 
 def end_later(core: NodeCore) -> None:
     """End this process, if its caller died after the memory was given: another store would wait for its end."""
-    time.sleep(_ENDS_ITSELF_S)
+    time.sleep(ENDS_ITSELF_S)
     state = core.state
     name, epoch = state.config.name, state.epoch.hex()
     log_life("store_stopped", store=name, node=state.node_id, epoch=epoch, reason="a restart")

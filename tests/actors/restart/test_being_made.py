@@ -34,22 +34,22 @@ def find(monkeypatch, handles, pids):
 
 def test_a_store_that_another_restart_is_making_is_waited_for(turn, monkeypatch):
     find(monkeypatch, ["store"], [0, 7, 7, 7, None])
-    assert turn._find_old() == "store"
+    assert turn.find_old() == "store"
     assert turn.now == [4.0]
     assert turn.steps == ["waits for its store, which is being made"]
 
 
 def test_after_one_that_could_not_be_made_the_node_has_none_or_the_next_one(turn, monkeypatch):
     find(monkeypatch, ["store", None], [7])
-    assert turn._find_old() is None
+    assert turn.find_old() is None
     find(monkeypatch, ["store", "next"], [7, None])
-    assert turn._find_old() == "next"
+    assert turn.find_old() == "next"
 
 
-@pytest.mark.parametrize(("pid", "within_s"), [(7, rolling._SERVES_S), (0, rolling._CALL_S)])
+@pytest.mark.parametrize(("pid", "within_s"), [(7, rolling.SERVES_S), (0, rolling.PLACED_WITHIN_S)])
 def test_one_that_is_never_made_is_not_waited_for_longer_than_any_other(turn, monkeypatch, pid, within_s):
     find(monkeypatch, ["store"], [pid])
-    assert turn._find_old() == "store"
+    assert turn.find_old() == "store"
     assert within_s < turn.now[0] < within_s + 3
 
 
@@ -59,7 +59,7 @@ def test_a_supervisor_that_is_replaced_leaves_the_stores_that_it_makes_unless_it
     supervisor = SimpleNamespace(stop="stop") if is_old else SimpleNamespace(stop="stop", give_way="give_way")
     monkeypatch.setattr(changing, "call", lambda what, method, *args, timeout_s: called.append(method))
     monkeypatch.setattr(changing, "stop_for", lambda what, handle, *args: called.append(handle.stop))
-    changing._give_way(supervisor, "a restart makes another one")
+    changing.give_way(supervisor, "a restart makes another one")
     assert called == ["stop" if is_old else "give_way"]
 
 
@@ -90,9 +90,9 @@ def given(monkeypatch):
 def test_a_node_whose_restart_is_interrupted_while_it_drains_serves_again(turn, given):
     old, undrains = given(rolling.StoreUnavailable("it was put back meanwhile"), after=3)
     with pytest.raises(KeyboardInterrupt):
-        turn._give(old, "path")
+        turn.give(old, "path")
     assert undrains == ["undrain"] * 3
-    assert not turn._may_be_held, "its holder is ended"
+    assert not turn.may_be_held, "its holder is ended"
     assert turn.steps == ["serves again with the settings that it had: the restart was interrupted"]
 
 
@@ -100,5 +100,5 @@ def test_a_node_whose_restart_is_interrupted_while_it_drains_serves_again(turn, 
 def test_what_may_have_been_given_before_an_interrupt_is_kept(turn, given, end):
     old, _ = given(end)
     with pytest.raises(KeyboardInterrupt):
-        turn._give(old, "path")
-    assert (turn._may_be_held, turn.steps) == (True, [])
+        turn.give(old, "path")
+    assert (turn.may_be_held, turn.steps) == (True, [])

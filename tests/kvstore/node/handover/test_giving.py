@@ -71,7 +71,7 @@ def test_a_store_that_nobody_ends_after_it_gave_says_why_it_ends(monkeypatch, ca
     state = SimpleNamespace(config=SimpleNamespace(name="s"), node_id="n", epoch=b"e")
     with caplog.at_level("INFO", logger="kvstore.life"):
         end_later(SimpleNamespace(state=state))
-    assert done == [giving._ENDS_ITSELF_S, 0]
+    assert done == [giving.ENDS_ITSELF_S, 0]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("event=store_stopped ")
     assert line.endswith('store=s node=n epoch=65 reason="a restart"')
