@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 from ray._private import worker as ray_worker
+from ray._private.state import actors
 from ray.core.generated import gcs_pb2
 
 from kvstore import __version__
@@ -21,6 +22,7 @@ from kvstore.actors.calls import (
     check_not_forked,
     find_actor,
     ray_failures,
+    within,
 )
 from kvstore.blocks.chain import BlockHashes
 from kvstore.bounds import check_node_id
@@ -31,6 +33,8 @@ from kvstore.remote.shards.placing import merged, shard_of
 _NODES_S = 5.0
 #: For the reason of an error, which is not worth a longer wait.
 _WHY_S = 2.0
+#: States of an actor, as Ray names them, before its constructor has returned.
+_NOT_MADE = ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
 #: Ray passes a constructor's error on only as text.
 _CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 
@@ -137,6 +141,40 @@ def make_actor(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ..
     with ray_failures(name):
         actor_class: Any = ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]
         return actor_class.options(**options).remote(*args)
+
+
+def make_answering(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ...], **options: Any) -> Any:
+    """Make a named actor unless it exists, and return it when it answers. Ray may first name a dead one."""
+    last: KVStoreError = StoreNotRunning(f"{name} could not be made")
+    for _ in range(4):
+        try:
+            handle = make_actor(name, cls, groups, args, **options)
+            call(name, handle.ping, timeout_s=30.0)
+            return handle
+        except KVStoreError as error:
+            last = error
+            if has_constructor_failed(error):
+                if text := constructor_refusal(error):
+                    raise ConfigError(text) from error
+                break
+            time.sleep(0.2)
+    raise last
+
+
+def constructor_pid(handle: Any) -> int | None:
+    """Return the process in which an actor's constructor runs now; 0 if Ray has begun none yet.
+
+    None if the actor was made or has ended, or if Ray does not say.
+    """
+
+    def get() -> dict[str, Any]:
+        with ray_failures("actor"):
+            return dict(actors(handle._actor_id.hex()))
+
+    with contextlib.suppress(KVStoreError):
+        said = within("actor", _NODES_S, get)
+        return int(said["Pid"]) if said.get("State") in _NOT_MADE else None
+    return None
 
 
 def shard_name(store: str, number: int) -> str:

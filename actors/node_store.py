@@ -12,7 +12,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, ProtocolError, StoreUnavailable
 from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
-from kvstore.node.handover.giving import hand_over
+from kvstore.node.handover.giving import end_later, hand_over
 from kvstore.node.handover.needs import check_next
 from kvstore.node.handover.old_life import OldLife
 from kvstore.node.handover.taking import begin, take_old_life
@@ -45,9 +44,6 @@ from kvstore.runtime.clock import deadline_after
 from kvstore.runtime.life import ASKED_TO_STOP
 
 logger = logging.getLogger(__name__)
-
-#: How long a store that gave its memory away waits for its caller to end it.
-_ENDS_ITSELF_S = 30.0
 
 
 class NodeStore:
@@ -294,7 +290,7 @@ class NodeStore:
             given = hand_over(self._core, path, check_seconds("wait_s", wait_s))
         finally:
             if self._core.state.pool_service.is_ending:
-                threading.Thread(target=_end_later, name="raykv-ending", daemon=True).start()
+                threading.Thread(target=end_later, args=(self._core,), name="raykv-ending", daemon=True).start()
         return {"num_blocks": given.num_blocks, "num_held_slots": given.num_held_slots}
 
     def check_integrity(self) -> None:
@@ -318,12 +314,6 @@ class _MoverActor:
         """End its process."""
         with ray_failures("mover"):
             ray.kill(self._handle)
-
-
-def _end_later() -> None:
-    """End this process, if its caller died after the memory was given: another store would wait for its end."""
-    time.sleep(_ENDS_ITSELF_S)
-    os._exit(0)
 
 
 def _chain(hashes: BlockHashes) -> BlockHashes:

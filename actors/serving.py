@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from kvstore.actors.calls import call, ray_failures
+from kvstore.actors.finding import constructor_pid
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, TransferTimeout
 from kvstore.runtime.life import log_life, tell_whose
 
@@ -34,6 +35,9 @@ _SERVES_WITHIN_S, _CALL_S = 3.0, 2.0
 STUCK_S = 10.0
 #: The same for an actor that does not answer Ray either: it may only be suspended, and continue.
 SILENT_S = 60.0
+#: The same for one whose constructor runs still. It may be taking over the memory of the store before, and its
+#: supervisor may have been replaced meanwhile.
+MADE_WITHIN_S = 180.0
 #: Free bytes and times change with each try, and make no other reason.
 _NUMBERS = re.compile(r"\d+(\.\d+)?")
 
@@ -47,6 +51,11 @@ def show_life(**whose: str) -> None:
     _life.setLevel(logging.INFO)
     if not _life.hasHandlers():  # A user's own setup of the workers' logging has them already.
         _life.addHandler(logging.StreamHandler())
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether a node may get a store though it has none, or one of other settings, for this reason."""
+    return isinstance(error, IncompatibleStore) or not isinstance(error, ConfigError)
 
 
 class ServingWatch:
@@ -76,6 +85,8 @@ class ServingWatch:
             patience_s, why = STUCK_S, "the thread that serves its sockets is stuck"
         except TransferTimeout:
             patience_s, why = SILENT_S, "its process answers nothing"
+            if constructor_pid(handle):
+                patience_s, why = MADE_WITHIN_S, "it is still being made"
         except KVStoreError:
             self.since_s.pop(name, None)
             return False
@@ -126,9 +137,8 @@ class ServedNodes:
     def failed(self, node_id: str, error: BaseException) -> None:
         """Note why a node has no store, or not one of the present settings; logged once for each reason."""
         in_turn = time.monotonic() < self._in_turn_until_s.get(node_id, 0.0)
-        is_passing = isinstance(error, IncompatibleStore) or not isinstance(error, ConfigError)
         reason = _NUMBERS.sub("", str(error))
-        if (in_turn and is_passing) or self._told.get(node_id) == reason:
+        if (in_turn and is_passing(error)) or self._told.get(node_id) == reason:
             return
         self._told[node_id] = reason
         log_life("node_without_store", level=logging.WARNING, store=self._store, node=node_id, reason=error)

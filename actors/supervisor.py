@@ -22,14 +22,12 @@ from kvstore.actors.directory import Directory
 from kvstore.actors.finding import (
     actors_of,
     alive_nodes,
-    constructor_refusal,
-    has_constructor_failed,
-    make_actor,
+    make_answering,
     own_version,
     shard_name,
 )
 from kvstore.actors.node_store import NodeStore
-from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServedNodes, ServingWatch, show_life
+from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServedNodes, ServingWatch, is_passing, show_life
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
@@ -65,6 +63,8 @@ class Supervisor:
         self._starter = starter
         self._served = ServedNodes(self._config.name)
         self._lock, self._stopping = threading.Lock(), threading.Event()
+        #: Set if what is being made at the end is not wanted any more. After `give_way` it is.
+        self._ends_stores = threading.Event()
         #: By node, why it has no store.
         self._problems: dict[str, BaseException] = {}
         #: Time of the last message of each waiting call of `start`, in order of arrival; the starter's stays.
@@ -134,6 +134,7 @@ class Supervisor:
             if others:
                 self._starter = others[0]
             elif not self._is_had:
+                self._ends_stores.set()
                 self._stopping.set()
                 return True
             return False
@@ -160,9 +161,14 @@ class Supervisor:
 
     @ray.method(concurrency_group=ASKED)
     def hopeless(self) -> dict[str, str]:
-        """Return the `problems` that stay as long as the settings do."""
+        """Return the `problems` that stay as long as the settings do, and a left store that has others."""
         problems = dict(self._problems).items()
         return {node_id: str(error) for node_id, error in problems if isinstance(error, ConfigError)}
+
+    @ray.method(concurrency_group=ASKED)
+    def unworkable(self) -> dict[str, str]:
+        """Return the `problems` that stay as long as the settings do, whatever store a restart ends."""
+        return {node_id: str(error) for node_id, error in dict(self._problems).items() if not is_passing(error)}
 
     @ray.method(concurrency_group=ASKED)
     def unfinished(self) -> dict[str, str]:
@@ -180,6 +186,15 @@ class Supervisor:
     @ray.method(concurrency_group=ASKED)
     def stop(self, reason: str = ASKED_TO_STOP) -> None:
         """Make no more actors, and log the reason; the caller ends the existing ones."""
+        self._ends_stores.set()
+        self._make_no_more(reason)
+
+    @ray.method(concurrency_group=ASKED)
+    def give_way(self, reason: str) -> None:
+        """Do what `stop` does, but leave also the stores that are being made; they may have taken old memory."""
+        self._make_no_more(reason)
+
+    def _make_no_more(self, reason: str) -> None:
         with self._lock:
             self._stopping.set()
             running = list(self._running.values())
@@ -287,7 +302,7 @@ class Supervisor:
             is_first = set(actors_of(self._config.name)) <= {self._name("supervisor"), *self._shards()}
             options: dict[str, Any] = {"max_restarts": -1, "max_concurrency": 8}
             options |= {"scheduling_strategy": "SPREAD"} if is_split else {}
-            _make(name, Directory, HEALTH_GROUP, (is_first, number, self._config.to_json()), **options)
+            make_answering(name, Directory, HEALTH_GROUP, (is_first, number, self._config.to_json()), **options)
 
     def _serving_actor(self, name: str, what: str, *, may_restart: bool) -> Any:
         """Return an actor that serves, or None; see `ServingWatch.serves`."""
@@ -313,8 +328,8 @@ class Supervisor:
         args = (node_id, self._config.to_json(), PROTOCOL_VERSION)
         on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
         options = {"max_restarts": 0, "max_concurrency": 16, "memory": wanted, "scheduling_strategy": on_node}
-        made = _make(name, NodeStore, HEALTH_GROUP | WAITING_GROUPS, args, **options)
-        if self._stopping.is_set():
+        made = make_answering(name, NodeStore, HEALTH_GROUP | WAITING_GROUPS, args, **options)
+        if self._ends_stores.is_set():
             ray.kill(made)
 
     def _check_settings(self, node_id: str, handle: Any) -> None:
@@ -322,27 +337,13 @@ class Supervisor:
         actor_id = handle._actor_id
         if self._checked.get(node_id) == actor_id:
             return
-        theirs = StoreConfig.from_json(call(f"store of node {node_id}", handle.settings, timeout_s=_CALL_S))
+        said = call(f"store of node {node_id}", handle.settings, timeout_s=_CALL_S)
+        try:
+            theirs = StoreConfig.from_json(said)
+        except ConfigError as error:
+            raise IncompatibleStore(f"node {node_id} has a store of another version of raykv: {error}") from error
         if text := self._config.differences(theirs):
             raise IncompatibleStore(
                 f"node {node_id} has a store of this name, left by one that is gone, with other settings ({text})"
             )
         self._checked[node_id] = actor_id
-
-
-def _make(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ...], **options: Any) -> Any:
-    """Make a named actor unless it exists, and return it when it answers. Ray may first name a dead one."""
-    last: KVStoreError = StoreNotRunning(f"{name} could not be made")
-    for _ in range(4):
-        try:
-            handle = make_actor(name, cls, groups, args, **options)
-            call(name, handle.ping, timeout_s=30.0)
-            return handle
-        except KVStoreError as error:
-            last = error
-            if has_constructor_failed(error):
-                if text := constructor_refusal(error):
-                    raise ConfigError(text) from error
-                break
-            time.sleep(0.2)
-    raise last

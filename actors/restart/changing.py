@@ -11,12 +11,12 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, call, find_actor, ray_failures, stop_for
+from kvstore.actors.calls import actor_name, call, find_actor, is_silent, ray_failures, stop_for
 from kvstore.actors.finding import alive_nodes, make_actor, node_stores
 from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
 from kvstore.bounds import parse_bytes
 from kvstore.config import MAX_WATERMARK, PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, PeerLost, StoreNotRunning, StoreUnavailable
 from kvstore.node.handover.needs import needs_of
 
 logger = logging.getLogger(__name__)
@@ -129,6 +129,14 @@ def check_node(node_id: str, handle: Any, config: StoreConfig) -> None:
         logger.info("node %s: whether it can have these settings is not known: %s", node_id, error)
 
 
+def give_way(supervisor: Any, reason: str) -> None:
+    """Have a supervisor make no more actors, and leave the stores to the next one."""
+    try:
+        call("supervisor", supervisor.give_way, reason, timeout_s=_CALL_S)
+    except AttributeError:  # It is of a version that ends the stores which it is making.
+        stop_for("supervisor", supervisor, reason, _CALL_S)
+
+
 def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable[str] = ()) -> tuple[Any, StoreConfig]:
     """End a store's supervisor and make another one, with changed settings and this version of raykv.
 
@@ -148,7 +156,12 @@ def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable
         StoreUnavailable, TransferError: the new one cannot be made, or the old one does not answer.
     """
     path = actor_name(name, "supervisor")
-    old, said = _running(name, path)
+    try:
+        old, said = _running(name, path)
+    except PeerLost as error:
+        if is_silent(error):
+            raise
+        raise StoreUnavailable(f"another call changes the settings of store {name!r}, or ends it; try again") from error
     if said["protocol"] != PROTOCOL_VERSION:
         # Its directory, which alone knows all clearings, could not be asked by new stores.
         raise IncompatibleStore(
@@ -167,7 +180,7 @@ def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable
             raise ConfigError(f"{error}; nothing was restarted, and no setting changed") from error
     if old is not None:
         with contextlib.suppress(KVStoreError):
-            stop_for("supervisor", old, "a restart makes another one", _CALL_S)
+            give_way(old, "a restart makes another one")
         with ray_failures("supervisor"):
             ray.kill(old)
     deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"])

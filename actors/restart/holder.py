@@ -42,6 +42,10 @@ class Holder:
         """Return where it listens; "" if the store gave its memory already, to the holder of another restart."""
         return "" if self._holder.is_given else self._path
 
+    def tell_why(self, why: str) -> None:
+        """Tell the next store, which gets nothing, why."""
+        self._holder.why_nothing = why
+
     def kept_s(self) -> float:
         """Return how long it still keeps the memory; 0.0 if it has none, or none any more."""
         return self._holder.kept_s()

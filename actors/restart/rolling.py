@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, ray_failures, stop_for
-from kvstore.actors.finding import actors_of, alive_nodes, make_actor
+from kvstore.actors.finding import alive_nodes, constructor_pid
 from kvstore.actors.restart.changing import check_node, replace_supervisor
-from kvstore.actors.restart.holder import Holder
+from kvstore.actors.restart.holding import HOLDER_S, STOPS_S, end_holder, holders_of, kept_s, make_holder, tell_why
 from kvstore.bounds import check_flag, check_node_id, check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError, StoreNotRunning, StoreUnavailable
@@ -24,13 +22,11 @@ from kvstore.errors import InvalidRequest, KVStoreError, StoreNotRunning, StoreU
 logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-#: How long a holder may take to start, an old store to stop, and a new one to serve.
-_HOLDER_S, _STOPS_S, _SERVES_S = 60.0, 20.0, 120.0
-#: How long a holder keeps the memory for a new store, once the old one gave it.
-_KEEP_S = 180.0
+#: How long Ray may take to begin a process for a store that another restart makes, and how long a store to serve.
+PLACED_WITHIN_S, SERVES_S = 10.0, 120.0
 #: How long the end of the old store is no loss: it stops, and the supervisor sees that.
 _PLANNED_S = 60.0
-_ROUND_EVERY_S = 1.0
+_ROUND_EVERY_S, _LOOK_S = 1.0, 0.1
 _COLD = "cold was asked for"
 _LOST = "the memory is lost: a store that had taken it, or was to take it, ended before it served"
 
@@ -127,9 +123,9 @@ class Turn:
         self._name, self._node_id, self._supervisor, self._config = name, node_id, supervisor, config
         self._wait_s, self._say, self._path = wait_s, say, actor_name(name, "node", node_id)
         #: Whether the old store may have ended, and whether a holder may have its memory.
-        self._has_ended, self._may_be_held = False, False
+        self._has_ended, self.may_be_held = False, False
         self._again = ""
-        self.longest_s = _CALL_S + _HOLDER_S + wait_s + 3 * _STOPS_S + _SERVES_S
+        self.longest_s = _CALL_S + HOLDER_S + wait_s + 3 * STOPS_S + 2 * SERVES_S
 
     def outcome(self, error: KVStoreError) -> str:
         """Return what an error of `run` leaves."""
@@ -139,15 +135,14 @@ class Turn:
         text = f"node {self._node_id} has no store{self._again}: {error}"
         if _has_left(self._node_id):
             return text
-        if (left_s := _kept_s(self._name, self._node_id)) > 0:
+        if (left_s := kept_s(self._name, self._node_id)) > 0:
             return f"{text}; its memory is kept for {left_s:.0f} s, for a restart with settings that work"
-        return f"{text}; its memory is lost" if self._may_be_held else text
+        return f"{text}; its memory is lost" if self.may_be_held else text
 
     def run(self, *, cold: bool) -> dict[str, Any]:
         """Restart the node; return how its next store began."""
-        old, holder, why_cold = None, None, _COLD if cold else ""
-        with contextlib.suppress(StoreNotRunning):
-            old = find_actor(self._path)
+        holder, why_cold = None, _COLD if cold else ""
+        old = self.find_old()
         if old is not None:
             self._again = " again"
             check_node(self._node_id, old, self._config)  # Again: the nodes before it may have taken an address.
@@ -155,33 +150,71 @@ class Turn:
             if old is None:
                 self._has_ended = True
             if cold:
-                for each in _holders(self._name, self._node_id):  # The next store would take what they have.
-                    _end_holder(each)
+                for each in holders_of(self._name, self._node_id):  # The next store would take what they have.
+                    end_holder(each)
             elif old is not None:
-                holder, where = _make_holder(self._name, self._node_id, self._wait_s)
+                holder, where = make_holder(self._name, self._node_id, self._wait_s)
                 if holder is None:
                     why_cold = f"no process can hold the memory: {where}"
                 else:
                     self._say(f"drains, and waits up to {self._wait_s:g} s for leases, writes and hand-offs")
-                    # Until it is known that nothing was given: this process may be ended meanwhile.
-                    self._may_be_held = True
-                    why_cold = _give(old, where, self._wait_s)
-                    self._may_be_held = not why_cold
+                    if why_cold := self.give(old, where):
+                        tell_why(holder, why_cold)
             said = self._next(old)
-            self._may_be_held = False
+            self.may_be_held = False
         finally:
             # The next store may have failed: then another restart, with settings that work, finds the memory there.
-            if holder is not None and not self._may_be_held:
-                _end_holder(holder)
+            if holder is not None and not self.may_be_held:
+                end_holder(holder)
         otherwise = "the node had no store" if old is None else _LOST
         result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or otherwise}
         logger.info("node %s was restarted: %s", self._node_id, result)
         return result
 
+    def find_old(self) -> Any:
+        """Return the node's store, None if it has none. One that another restart is making is waited for.
+
+        It may have taken the memory already, and can give it only when it is made.
+        """
+        began_s, has_said = time.monotonic(), False
+        while True:
+            try:
+                old = find_actor(self._path)
+            except StoreNotRunning:
+                return None
+            pid, waited_s = constructor_pid(old), time.monotonic() - began_s
+            # One for which Ray has no process has taken nothing, and may wait for room that there never is.
+            if pid is None or waited_s > (SERVES_S if pid else PLACED_WITHIN_S):
+                return old
+            if not has_said:
+                self._say("waits for its store, which is being made")
+                has_said = True
+            time.sleep(_LOOK_S)
+
+    def give(self, old: Any, where: str) -> str:
+        """Have a store give its memory to the holder; return why it did not, "" if it did, now or before."""
+        # Until it is known that nothing was given: this process may be ended meanwhile.
+        self.may_be_held = True
+        if not where:
+            return ""
+        giving = None
+        try:
+            giving = begin("store", old.hand_over, where, self._wait_s)
+            answer("store", giving, self._wait_s + STOPS_S)
+        except (KVStoreError, AttributeError) as error:  # AttributeError: it is of a version that cannot.
+            self.may_be_held = False
+            return f"the old store gave nothing: {error}"
+        except BaseException:  # Ctrl-C or SIGTERM: nobody would wait for what it gives.
+            if giving is not None and _take_back(old, giving):
+                self.may_be_held = False
+                self._say("serves again with the settings that it had: the restart was interrupted")
+            raise
+        return ""
+
     def _next(self, old: Any) -> dict[str, Any]:
         """End the old store, and wait for the next one."""
         # Where there was no old store the reason holds still, and nothing is worth waiting for.
-        before = "" if old is None else _hopeless(self._supervisor, self._node_id)
+        before = "" if old is None else _unworkable(self._supervisor, self._node_id)
         if old is not None:
             self._say("ends its store")
             with contextlib.suppress(KVStoreError):
@@ -193,71 +226,34 @@ class Turn:
         return _wait_for_next(self._path, self._node_id, old_id, self._supervisor, before)
 
 
-def _make_holder(name: str, node_id: str, wait_s: float) -> tuple[Any, str]:
-    """Make a process on the node that holds its memory; return its handle and path, or None and why there is none.
+def _take_back(old: Any, giving: Any) -> bool:
+    """Have a store that was to give its memory serve again; return whether it surely gave nothing.
 
-    The path is "" if the store gave its memory already: for a restart that was killed.
+    More than once: the drain may begin only after the first call.
     """
-    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    path, args = (
-        actor_name(name, "handover", f"{node_id}-{secrets.token_hex(3)}"),
-        (name, node_id, wait_s + _STOPS_S, _KEEP_S),
-    )
+    deadline_s = time.monotonic() + _CALL_S
     try:
-        holder = make_actor(path, Holder, {}, args, max_restarts=0, scheduling_strategy=here)
-        return holder, str(call("holder", holder.path, timeout_s=_HOLDER_S))
-    except KVStoreError as error:
-        return None, str(error)
-
-
-def _holders(name: str, node_id: str) -> list[Any]:
-    """Return what may hold the node's memory, for this restart or for one that was killed."""
-    begins, found = actor_name(name, "handover", f"{node_id}-"), list[Any]()
-    for path in [path for path in actors_of(name) if path.startswith(begins)]:
-        with contextlib.suppress(KVStoreError):
-            found.append(find_actor(path))
-    return found
-
-
-def _kept_s(name: str, node_id: str) -> float:
-    """Return how long the node's memory is still kept for a next store; 0.0 if nobody has it, or nobody says so."""
-    longest_s = 0.0
-    with contextlib.suppress(KVStoreError):
-        for holder in _holders(name, node_id):
-            with contextlib.suppress(KVStoreError, AttributeError):  # AttributeError: it is of an older version.
-                longest_s = max(longest_s, call("holder", holder.kept_s, timeout_s=_CALL_S))
-    return longest_s
-
-
-def _end_holder(holder: Any) -> None:
-    with contextlib.suppress(KVStoreError, AttributeError):  # Killed alone, it would leave the file of its socket.
-        call("holder", holder.end, timeout_s=_CALL_S)
-    with contextlib.suppress(KVStoreError), ray_failures("holder"):
-        ray.kill(holder)
-
-
-def _give(old: Any, path: str, wait_s: float) -> str:
-    """Have a store give its memory to the holder; return why it did not, "" if it did, now or before."""
-    if not path:
-        return ""
-    try:
-        call("store", old.hand_over, path, wait_s, timeout_s=wait_s + _STOPS_S)
-    except (KVStoreError, AttributeError) as error:  # AttributeError: it is of a version that cannot.
-        return f"the old store gave nothing: {error}"
-    return ""
+        while not is_answered("store", giving, _LOOK_S) and (left_s := deadline_s - time.monotonic()) > 0:
+            call("store", old.undrain, timeout_s=left_s)
+        answer("store", giving, 0.0)
+    except StoreUnavailable:
+        return True
+    except KVStoreError:
+        return False
+    return False
 
 
 def _end(path: str, old: Any) -> None:
     with contextlib.suppress(KVStoreError, AttributeError):
-        stop_for("store", old, "a restart", _STOPS_S)
+        stop_for("store", old, "a restart", STOPS_S)
     with contextlib.suppress(KVStoreError), ray_failures(path):
         ray.kill(old)
 
 
-def _hopeless(supervisor: Any, node_id: str) -> str:
+def _unworkable(supervisor: Any, node_id: str) -> str:
     """Return why a node can have no store with these settings; "" if nothing is known."""
     with contextlib.suppress(KVStoreError):
-        return str(call("supervisor", supervisor.hopeless, timeout_s=_CALL_S).get(node_id, ""))
+        return str(call("supervisor", supervisor.unworkable, timeout_s=_CALL_S).get(node_id, ""))
     return ""
 
 
@@ -280,7 +276,7 @@ def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before
 
     `before` is why the node could have no other store as long as it had the old one.
     """
-    deadline_s, next_round_s, last, round_ = time.monotonic() + _SERVES_S, 0.0, "not made yet", None
+    deadline_s, next_round_s, last, round_ = time.monotonic() + SERVES_S, 0.0, "not made yet", None
     while (now_s := time.monotonic()) < deadline_s:
         # One at a time, and each is heard: Ray prints the errors of calls that nobody waits for.
         if round_ is not None and _has_ended(round_):
@@ -298,9 +294,9 @@ def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before
                 last = "its mover is not ready"
         except KVStoreError as error:
             last = str(error)
-        if (problem := _hopeless(supervisor, node_id)) not in ("", before):
+        if (problem := _unworkable(supervisor, node_id)) not in ("", before):
             raise StoreUnavailable(problem)
         if _has_left(node_id):
             raise StoreUnavailable("it left the cluster while it was restarted")
-        time.sleep(0.1)
-    raise StoreUnavailable(f"no store in {_SERVES_S:g} s: {last}")
+        time.sleep(_LOOK_S)
+    raise StoreUnavailable(f"no store in {SERVES_S:g} s: {last}")

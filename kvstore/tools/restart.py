@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -13,6 +14,7 @@ from kvstore.config import StoreConfig
 from kvstore.quotas import TenantQuota
 from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds
 from kvstore.tools.doctor import human_bytes
+from kvstore.tools.own_output import drop_output
 from kvstore.tools.settings import SET, settings_of
 from kvstore.tools.terminal import progress
 
@@ -68,18 +70,30 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
                 say(f"node {node_id[:12]}: {what}")
 
             found = store.restart(list(node_ids) or None, cold=cold, wait_s=wait_s, on_step=say_step, **wanted)
-        if as_json:
-            click.echo(json.dumps(found))
-            return
-        lines = list(changes_of(before, store.config))
-        for line in lines or (["no setting changed: the store had these values"] if wanted else []):
-            click.echo(line)
-        for node_id, said in found.items():
-            kept = f"warm, {said['num_blocks']} blocks kept" if said["is_warm"] else f"cold: {said['why_cold']}"
-            held = f", {said['num_held_slots']} slots wait for workers" if said["num_held_slots"] else ""
-            click.echo(f"node {node_id}: {kept}{held}")
+        lines = [json.dumps(found)] if as_json else _lines_of(before, store.config, found, bool(wanted))
+        try:
+            for line in lines:
+                click.echo(line)
+        except OSError as error:
+            drop_output()
+            with contextlib.suppress(OSError):
+                click.echo(
+                    f"the restart is done; its result could not be written to standard output: {error}", err=True
+                )
+            click.get_current_context().exit(1)
 
     return restart
+
+
+def _lines_of(
+    before: StoreConfig, after: StoreConfig, found: dict[str, dict[str, Any]], has_changes: bool
+) -> Iterator[str]:
+    lines = list(changes_of(before, after))
+    yield from lines or (["no setting changed: the store had these values"] if has_changes else [])
+    for node_id, said in found.items():
+        kept = f"warm, {said['num_blocks']} blocks kept" if said["is_warm"] else f"cold: {said['why_cold']}"
+        held = f", {said['num_held_slots']} slots wait for workers" if said["num_held_slots"] else ""
+        yield f"node {node_id}: {kept}{held}"
 
 
 def changes_of(before: StoreConfig, after: StoreConfig) -> Iterator[str]:

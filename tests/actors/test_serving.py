@@ -9,8 +9,9 @@ import pytest
 import ray
 
 import kvstore
+from kvstore.actors import serving
 from kvstore.actors.calls import call
-from kvstore.actors.serving import SILENT_S, STUCK_S, ServingWatch
+from kvstore.actors.serving import MADE_WITHIN_S, SILENT_S, STUCK_S, ServingWatch
 from kvstore.errors import TransferTimeout
 
 pytestmark = pytest.mark.ray
@@ -141,6 +142,19 @@ def test_one_that_does_not_serve_is_ended_after_its_time_and_not_before(watched,
     assert killed == []
     assert watch.serves("n", "it", handle, may_restart=may_restart) is may_restart
     assert killed == [not may_restart]
+
+
+def test_one_that_is_still_being_made_is_not_taken_for_one_that_hangs(watched, monkeypatch):
+    (clock, killed), watch, handle = watched, ServingWatch(), Actor(SILENCE, SILENCE, SILENCE)
+    monkeypatch.setattr(serving, "constructor_pid", lambda handle: 7)
+    for pause_s in (SILENT_S + 5.0, MADE_WITHIN_S - SILENT_S - 10.0):
+        with pytest.raises(TransferTimeout, match="it is still being made"):
+            watch.serves("n", "it", handle, may_restart=False)
+        clock[0] += pause_s
+    assert killed == []
+    clock[0] += 10.0
+    assert watch.serves("n", "it", handle, may_restart=False) is False
+    assert killed == [True]
 
 
 def test_one_that_serves_again_begins_anew(watched):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,7 +100,7 @@ def kept(monkeypatch):
     alive, nodes = {"n", "m"}, {"n": {"memory": 1e12}, "m": {"memory": 1e12}}
     monkeypatch.setattr(module, "alive_nodes", lambda: dict(nodes))
     monkeypatch.setattr(module, "NodeAffinitySchedulingStrategy", lambda node_id, soft: node_id)
-    monkeypatch.setattr(module, "_make", lambda name, *arguments, **options: alive.add(name[-1]))
+    monkeypatch.setattr(module, "make_answering", lambda name, *arguments, **options: alive.add(name[-1]))
     made = Supervisor(StoreConfig(capacity_bytes=1 << 20).to_json(), watch=False)
     monkeypatch.setattr(made, "_ensure_directory", lambda number: None)
     monkeypatch.setattr(made, "_check_settings", lambda node_id, handle: None)
@@ -339,3 +340,44 @@ def test_only_settings_that_cannot_work_leave_no_hope(idle, monkeypatch):
         assert idle.reconcile() == []
         seen.append((idle.problems(), idle.hopeless()))
     assert seen == [({"n": "suspended"}, {}), ({"n": "too little"}, {"n": "too little"}), ({"n": "again"}, {})]
+
+
+@pytest.mark.parametrize("verb", ["stop", "give_way"])
+def test_a_store_made_while_the_supervisor_stops_is_ended_unless_another_one_sees_to_it(kept, monkeypatch, verb):
+    supervisor, alive, _ = kept
+    alive.discard("n")
+    killed = []
+
+    def make(name, *args, **options):
+        getattr(supervisor, verb)("why")
+        return name
+
+    monkeypatch.setattr(module, "_CALL_S", 0.1)
+    monkeypatch.setattr(module, "make_answering", make)
+    monkeypatch.setattr(module.ray, "kill", killed.append)
+    assert supervisor.reconcile() == []
+    assert killed == (["raykv/default/node/n"] if verb == "stop" else [])
+    assert supervisor.config()["is_ending"] is True
+
+
+def test_a_store_with_other_settings_ends_a_start_but_no_restart(kept, monkeypatch):
+    supervisor, _, _ = kept
+    refuse(monkeypatch, supervisor, IncompatibleStore("other settings"))
+    supervisor.reconcile()
+    assert supervisor.hopeless() == dict.fromkeys("nm", "other settings")
+    assert supervisor.unworkable() == {}
+    refuse(monkeypatch, supervisor, ConfigError("no such disk"))
+    supervisor.reconcile()
+    assert supervisor.unworkable() == dict.fromkeys("nm", "no such disk")
+
+
+class Checks(Supervisor):
+    def check(self, handle):
+        self._check_settings("n", handle)
+
+
+def test_a_store_whose_settings_this_version_does_not_know_ends_no_restart(monkeypatch):
+    supervisor = Checks(StoreConfig().to_json(), watch=False)
+    monkeypatch.setattr(module, "call", lambda *args, **options: '{"of": "the future"}')
+    with pytest.raises(IncompatibleStore, match="node n has a store of another version of raykv"):
+        supervisor.check(SimpleNamespace(_actor_id="store", settings=None))

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import math
 import os
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from kvstore.node.handover.transfer import GIVE, HAVE, MOST_DESCRIPTORS, Parcel,
 from kvstore.pool.handover.adoption import OLD_READER, OLD_WRITER
 from kvstore.pool.handover.image import OldReaders, OldWriters, PoolImage
 from kvstore.runtime import clock
+from kvstore.runtime.life import log_life
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 User = tuple[str, float]
 
 _HOLDER_S, _SERVER_S = 5.0, 5.0
+#: How long a store that gave its memory away waits for its caller to end it.
+ENDS_ITSELF_S = 30.0
 #: Beginnings of the owners' names of workers, whose processes write to slots by themselves; a worker over Ray has a
 #: deadline. All other owners are parts of the store: the store's process or its mover's writes.
 _WORKERS, _OVER_RAY = ("client-", "local-"), "ray:"
@@ -86,6 +90,15 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
     num_held = sum(len(held.slots) for held in image.writers)
     logger.info("node %s gave %d blocks to its next store", core.state.node_id, len(image.blocks))
     return Given(len(image.blocks), num_held)
+
+
+def end_later(core: NodeCore) -> None:
+    """End this process, if its caller died after the memory was given: another store would wait for its end."""
+    time.sleep(ENDS_ITSELF_S)
+    state = core.state
+    name, epoch = state.config.name, state.epoch.hex()
+    log_life("store_stopped", store=name, node=state.node_id, epoch=epoch, reason="a restart")
+    os._exit(0)
 
 
 def _leave(core: NodeCore) -> None:

@@ -14,6 +14,7 @@ from kvstore.node.handover.transfer import (
     GIVE,
     HAVE,
     LEFT,
+    MOST_WHY_BYTES,
     NOTHING,
     TAKE,
     Parcel,
@@ -52,6 +53,8 @@ class Holder:
         self._parcel: Parcel | None = None
         self._until_s, self._is_over = 0.0, False
         self.is_closed = False
+        #: What a store is told that asks for the parcel and gets none.
+        self.why_nothing = ""
         self.is_given = _is_given(path)
         if self.is_given:
             return
@@ -116,7 +119,7 @@ class Holder:
                 send(sock, LEFT if has_ended(self._parcel.processes[0]) else HAVE)
                 return False
             if word != TAKE or self._parcel is None:
-                send(sock, NOTHING)
+                send(sock, NOTHING + self.why_nothing.encode()[:MOST_WHY_BYTES])
                 return False
             given, self._parcel = self._parcel, None
             # From here on it is the other's, even if that dies: nobody else may get it.

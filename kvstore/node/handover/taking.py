@@ -15,7 +15,7 @@ from kvstore.node.handover.moving import fits, move
 from kvstore.node.handover.needs import check_places
 from kvstore.node.handover.old_life import Beginning, OldLife, check_is_of
 from kvstore.node.handover.processes import end, pid_of
-from kvstore.node.handover.transfer import TAKE, Parcel, connect, receive, send
+from kvstore.node.handover.transfer import NOTHING, TAKE, Parcel, connect, receive, send
 from kvstore.runtime.life import log_life
 
 #: For the holder's answer.
@@ -44,11 +44,11 @@ def take_old_life(path: str, config: StoreConfig, node_id: str) -> tuple[OldLife
     try:
         with connect(path, _ANSWER_S) as sock:
             send(sock, TAKE)
-            _, parcel = receive(sock)
+            word, parcel = receive(sock)
     except (OSError, KVStoreError) as error:
         return None, f"the memory of the old store could not be taken: {error}"
     if parcel is None:
-        return None, "the old store gave nothing"
+        return None, word.removeprefix(NOTHING).decode(errors="replace") or "the old store gave nothing"
     try:
         return _open(parcel, config, node_id), ""
     except (OSError, KVStoreError, ValueError, LookupError) as error:

@@ -15,12 +15,14 @@ from kvstore.config import socket_dir
 from kvstore.errors import ProtocolError, StoreUnavailable
 
 #: Words of a packet: the old store gives; the holder has it; the new store takes; there is nothing (any more).
+#: Behind that last word may come why.
 GIVE, HAVE, TAKE, NOTHING = b"give", b"have", b"take", b"none"
 #: Another holder asks for the path; this one has a parcel of a store that has ended.
 ASK, LEFT = b"asks", b"left"
 #: Descriptors that the kernel passes at once, at most.
 MOST_DESCRIPTORS = 250
-_WORD_BYTES = 16
+MOST_WHY_BYTES = 1000
+_WORD_BYTES = MOST_WHY_BYTES + 16
 
 
 @dataclass(frozen=True, slots=True)

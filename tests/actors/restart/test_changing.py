@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from ray import exceptions
 
-from kvstore.actors.restart.changing import changed
+from kvstore.actors.restart import changing
+from kvstore.actors.restart.changing import changed, replace_supervisor
 from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, PeerLost, StoreUnavailable
 
 SETTINGS = StoreConfig(capacity_bytes=1 << 20)
 
@@ -78,3 +80,19 @@ def test_writing_back_turns_the_loop_on_where_it_was_off():
     assert changed(running, {"disk_write": "back"}).watermarks == (0.2, 0.3)
     with pytest.raises(ConfigError, match="disk_write='back'"):
         changed(StoreConfig(**disk), {"disk_write": "back", "low_watermark": 0, "high_watermark": 0})
+
+
+@pytest.mark.parametrize(
+    ("cause", "error", "says"),
+    [
+        (exceptions.ActorDiedError(), StoreUnavailable, "another call changes the settings of store 's', or ends it"),
+        (exceptions.ActorUnavailableError("away", None), PeerLost, "the supervisor is away"),
+    ],
+)
+def test_a_supervisor_that_another_restart_ends_just_now_is_not_called_lost(monkeypatch, cause, error, says):
+    def running(name, path):
+        raise PeerLost("the supervisor is away") from cause
+
+    monkeypatch.setattr(changing, "_running", running)
+    with pytest.raises(error, match=says):
+        replace_supervisor("s", {})

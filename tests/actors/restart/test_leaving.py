@@ -12,7 +12,7 @@ from kvstore.errors import PeerLost, StoreNotRunning, StoreUnavailable, Transfer
 
 
 def test_a_node_that_leaves_ends_the_wait_and_the_error_says_so_but_not_when_the_cluster_is_silent(monkeypatch):
-    supervisor = SimpleNamespace(hopeless=None, reconcile=None)
+    supervisor = SimpleNamespace(unworkable=None, reconcile=None)
     said = [{"a": {}, "b": {}}, {"a": {}, "b": {}}, TransferTimeout("the cluster says nothing"), {"b": {}}, {"b": {}}]
 
     def alive_nodes():

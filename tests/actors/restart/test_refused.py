@@ -146,11 +146,15 @@ def test_the_end_of_a_store_frees_the_memory_that_is_kept_and_leaves_no_file_of_
     assert not path.exists()
 
 
-def test_a_restart_leaves_no_file_of_a_socket_where_no_client_had_come(ray_cluster):
+def test_a_restart_leaves_no_file_of_a_socket_where_no_client_had_come_and_its_log_says_why(ray_cluster, get):
     made = kvstore.start("2MiB", name="unused")
     try:
         found = made.restart(wait_s=0.0)
         assert not any(each["is_warm"] for each in found.values())
+        handles = [kvstore.node_store(node, name="unused") for node in found]
+        told = [get(handle.beginning.remote())["why_cold"] for handle in handles]  # As `cold_start` in the log has it.
+        assert told == [each["why_cold"] for each in found.values()]
+        assert all("no namespace has attached" in why for why in told)
         assert not any(Path(handover_path("unused", node)).exists() for node in found)
     finally:
         made.stop()
@@ -165,8 +169,8 @@ def test_an_error_says_whether_a_holder_still_has_the_memory(store, node_ids, mo
 
     old = SimpleNamespace(_actor_id="old")
     fakes = {
-        "find_actor": old, "check_node": None, "_make_holder": (old, ""), "_end": None, "call": None,
-        "_hopeless": "", "_kept_s": kept_s,
+        "find_actor": old, "check_node": None, "make_holder": (old, ""), "_end": None, "call": None,
+        "_unworkable": "", "kept_s": kept_s,
     }  # fmt: skip
     for name, value in fakes.items():
         monkeypatch.setattr(rolling, name, lambda *_, value=value, **__: value)

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import kvstore
 from kvstore.actors.restart import rolling
-from kvstore.actors.restart.rolling import _make_holder
+from kvstore.actors.restart.holding import make_holder
 from kvstore.cli import main
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, StoreDraining
 
@@ -282,7 +282,7 @@ def test_cold_is_empty_also_after_a_restart_that_was_killed_when_the_memory_was_
     node, space = node_ids[1], make_space("left")
     engine, chain = open_engine(store, space, node), chain_of(space, 4)
     engine.save(chain)
-    _, path = _make_holder("warm", node, 0.0)
+    _, path = make_holder("warm", node, 0.0)
     assert get(kvstore.node_store(node, name="warm").hand_over.remote(path, 0.0))["num_blocks"] >= 4
     said = store.restart([node], cold=True)[node]
     assert (said["is_warm"], said["num_blocks"]) == (False, 0)
@@ -296,7 +296,7 @@ def test_a_restart_goes_on_with_the_memory_that_was_given_to_one_that_was_killed
     node, space = node_ids[0], make_space("goes-on")
     engine, chain = open_engine(store, space, node), chain_of(space, 4)
     engine.save(chain)
-    _, path = _make_holder("warm", node, 0.0)
+    _, path = make_holder("warm", node, 0.0)
     assert get(kvstore.node_store(node, name="warm").hand_over.remote(path, 0.0))["num_blocks"] >= 4
     said = store.restart([node])[node]
     assert said["is_warm"], said
@@ -317,7 +317,7 @@ def test_an_on_step_that_raises_is_not_called_again_and_ends_no_restart(store, n
 
 
 def test_a_node_without_a_store_fails_with_the_reason_that_is_known_already(store, node_ids, monkeypatch):
-    monkeypatch.setattr(rolling, "_hopeless", lambda supervisor, node_id: "disk_path: wanted another folder")
+    monkeypatch.setattr(rolling, "_unworkable", lambda supervisor, node_id: "disk_path: wanted another folder")
     asked = []
 
     def wait_for_next(path, node_id, old_id, supervisor, before):

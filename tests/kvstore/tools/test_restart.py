@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
+import pytest
 from click.testing import CliRunner
 
 import kvstore
@@ -83,3 +86,44 @@ class Refusing:
 
     def restart(self, *_, capacity_bytes, **__):
         kvstore.StoreConfig(capacity_bytes=capacity_bytes)
+
+
+PROGRAM = """
+import sys
+import kvstore
+from kvstore.cli import main
+from kvstore.tools.restart import restart_command
+WARM = {"is_warm": True, "num_blocks": 7, "num_held_slots": 0, "why_cold": ""}
+class Store:
+    config = kvstore.StoreConfig()
+    def restart(self, *args, **options):
+        print("done", file=sys.stderr, flush=True)
+        return {"a": WARM}
+main.add_command(restart_command(lambda name, address: Store()))
+main(["restart", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)], ids=["", "json"])
+@pytest.mark.parametrize(
+    ("redirect", "code", "error"),
+    [
+        ("| true", 1, "Broken pipe"),
+        (">/dev/full", 1, "No space left"),
+        (">&-", 0, ""),
+        ("2>&- | cat", 0, None),
+    ],
+)
+def test_a_restart_whose_result_cannot_be_written_says_that_it_is_done(redirect, code, error, words):
+    line = f'"$0" -c "$1" {" ".join(words)} {redirect}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", line, sys.executable, PROGRAM], capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr
+    said = done.stderr.splitlines()
+    if error is None:
+        assert said == []
+        assert "7" in done.stdout
+        return
+    assert "done" in said
+    told = [line for line in said if line.startswith("the restart is done; its result could not be written")]
+    assert (len(told), all(error in line for line in told)) == (1 if error else 0, True)
+    assert said[-1] == (told[-1] if told else "done"), "no traceback"

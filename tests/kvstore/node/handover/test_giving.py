@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvstore.handoff.records import Place
 from kvstore.handoff.table import HandoffTable
-from kvstore.node.handover.giving import handoff_users
+from kvstore.node.handover import giving
+from kvstore.node.handover.giving import end_later, handoff_users
 from kvstore.pool.pool import Pool
 from kvstore.runtime import clock
 
@@ -59,3 +62,16 @@ def test_a_copy_of_the_mover_is_waited_for_with_its_reader(table, pool):
     assert sorted(map(sorted, (dict(each).items() for each in users.values()))) == [
         [("", until_s)], [("", until_s), ("!mover", 0.0)],
     ]  # fmt: skip
+
+
+def test_a_store_that_nobody_ends_after_it_gave_says_why_it_ends(monkeypatch, caplog):
+    done = []
+    monkeypatch.setattr(giving.time, "sleep", done.append)
+    monkeypatch.setattr(giving.os, "_exit", done.append)
+    state = SimpleNamespace(config=SimpleNamespace(name="s"), node_id="n", epoch=b"e")
+    with caplog.at_level("INFO", logger="kvstore.life"):
+        end_later(SimpleNamespace(state=state))
+    assert done == [giving.ENDS_ITSELF_S, 0]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("event=store_stopped ")
+    assert line.endswith('store=s node=n epoch=65 reason="a restart"')

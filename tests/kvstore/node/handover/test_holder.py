@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvstore.config import StoreConfig
 from kvstore.errors import ProtocolError, StoreUnavailable
 from kvstore.node.handover import holder as holding
 from kvstore.node.handover.holder import Holder
-from kvstore.node.handover.transfer import GIVE, HAVE, NOTHING, TAKE, Parcel, connect, receive, send
+from kvstore.node.handover.taking import take_old_life
+from kvstore.node.handover.transfer import GIVE, HAVE, MOST_WHY_BYTES, NOTHING, TAKE, Parcel, connect, receive, send
 
 
 @pytest.fixture
@@ -94,6 +96,19 @@ def test_a_process_that_dies_while_it_takes_leaves_nothing_for_the_next(path, ho
 def test_a_giver_that_dies_before_it_has_given_leaves_nothing(path, holder):
     connect(path, 5.0).close()
     assert ask(path, TAKE) == (NOTHING, None)
+
+
+def test_a_store_that_gets_nothing_is_told_why_and_however_long_that_is(path, holder, parcel):
+    holder.why_nothing = "the old store gave nothing: it had no slots"
+    config = StoreConfig()
+    assert take_old_life(path, config, "n") == (None, "the old store gave nothing: it had no slots")
+    holder.why_nothing = "\u00fc" * MOST_WHY_BYTES
+    old, why = take_old_life(path, config, "n")
+    assert (old, why.strip("\ufffd")) == (None, "\u00fc" * (MOST_WHY_BYTES // 2))
+    holder.why_nothing = ""
+    assert take_old_life(path, config, "n") == (None, "the old store gave nothing")
+    assert ask(path, GIVE, parcel) == (HAVE, None)
+    ask(path, TAKE)[1].close()
 
 
 def test_too_few_descriptors_are_refused_and_closed(path, holder):
