@@ -328,7 +328,7 @@ class DiskTier:
                 return
             self._is_stopping = True
         if self._back is not None and not self.is_off and (num_left := self._back.write_rest(_WRITE_BACK_S)):
-            logger.warning("%d blocks of memory were not written back in %g s", num_left, _WRITE_BACK_S)
+            logger.warning("%d blocks of memory were not written back at the stop", num_left)
         self._is_stopped = True
         until_s = clock.now_s() + _STOP_S
         has_ended = self._beginning.acquire(timeout=_STOP_S)

@@ -100,10 +100,16 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
     tenant = run[0].tenant
     if can_fit and not _has_room(memory, disk, run, slots, own):
         can_fit = False
-        disk.note_refused(tenant, len(run))
+        disk.note_refused(tenant, len(run) if offer.is_counted else 0)
     behind = offer.part(run, OfferKind.BEHIND, [] if can_fit else ["disk_full"])
     before = replace(
-        behind, slots=slots[::-1], hashes=names[::-1], kind=OfferKind.BEFORE, tenant=tenant, is_unlinked=not is_linked
+        behind,
+        slots=slots[::-1],
+        hashes=names[::-1],
+        kind=OfferKind.BEFORE,
+        tenant=tenant,
+        is_unlinked=not is_linked,
+        is_counted=False,
     )
     offers = [before, behind] if slots and can_fit else [replace(behind, is_unlinked=can_fit and not is_linked)]
     return [*offers, offer.part(rest, offer.kind)] if rest else offers
@@ -127,15 +133,20 @@ def _has_room(memory: Pool, disk: Pool, run: Sequence[HeldBlock], slots: list[in
 
 
 def holes(disk: Pool, offer: Offer, failed: Iterable[Sequence[HeldBlock]]) -> list[Offer]:
-    """Return those of some runs whose write failed, as far as others on the disk hang on them already.
+    """Return what is to be written again of some runs whose write failed.
 
-    Nothing else would have them written again: what is saved behind them later finds its parent there.
+    That is what others on the disk hang on already: what is saved behind those later finds its parent there, and would
+    have nothing written before it. Of blocks BEHIND others it is all: those after them were offered already.
     """
     if offer.kind is OfferKind.VICTIMS:  # They stay in memory, and are the next ones again.
         return []
     awaited = set(dict(disk.awaited()).get(offer.namespace, ()))
-    ends = [(run, [at for at, block in enumerate(run, 1) if block.block_hash in awaited]) for run in failed]
-    return [offer.part(run[: found[-1]], OfferKind.AGAIN) for run, found in ends if found]
+    found = list[Offer]()
+    for run in failed:
+        ends = [at for at, block in enumerate(run, 1) if block.block_hash in awaited]
+        if end := len(run) if offer.kind is OfferKind.BEHIND else max(ends, default=0):
+            found.append(replace(offer.part(run[:end], OfferKind.SAVED), is_counted=False))
+    return found
 
 
 class Sweep:

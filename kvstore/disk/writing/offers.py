@@ -19,19 +19,12 @@ class OfferKind(enum.Enum):
 
     #: They became readable: what the disk lacks before them is written first.
     SAVED = enum.auto()
-    #: They are before others that were saved. What is left out of them was counted when they were saved themselves.
+    #: They are before others that were saved.
     BEFORE = enum.auto()
     #: What is before them was offered first; where the disk has not taken it, they are left out.
     BEHIND = enum.auto()
     #: They are about to be evicted from memory, which has what is before them.
     VICTIMS = enum.auto()
-    #: Their write failed when blocks behind them were being written already; else as SAVED. They were counted then.
-    AGAIN = enum.auto()
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether those that are left out are counted."""
-        return self not in (OfferKind.BEFORE, OfferKind.AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +44,8 @@ class Offer:
     is_unlinked: bool = False
     #: For BEFORE: who saved what is behind them. They never take the places of other tenants' blocks.
     tenant: str = SHARED
+    #: Whether those that are left out are counted; they are not if they were before.
+    is_counted: bool = True
     #: Why some of these blocks, or of those before them, were left out; shared with those BEHIND.
     why: list[str] = field(default_factory=list)
 

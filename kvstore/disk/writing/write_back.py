@@ -144,26 +144,32 @@ class WriteBack:
             How many of these blocks were not written; those whose turn did not come are counted as `stopped`.
         """
         writer, memory, disk = self._writer, self._context.memory_pool, self._context.disk_pool
-        until_s = clock.now_s() + timeout_s
+        until_s, num_low = clock.now_s() + timeout_s, writer.counts.dropped["low_priority"]
         self.forget()
-        with self._turned:  # Victims of before would take the places of what is chosen now.
-            self._turned.wait_for(lambda: not self.num_writing, timeout_s)
+        # Victims of before would take the places of what is chosen now.
+        self._look_until(until_s, lambda: not self.num_writing)
         most = min(disk.num_slots, _MOST_CHOSEN)
         last = memory.by_touch(most, writer.is_worthy, disk.most_slots_of)
         found = [(name, slots, memory.hashes_of(slots)) for name, slots in last]
         for namespace, _, hashes in reversed(found):  # What the disk has of them keeps its places.
             disk.touch(namespace, hashes)
-        generation, num_lost = writer.take_generations(most).stop, writer.num_lost()
+        generation, lacking = writer.take_generations(most).stop, list[bytes]()
         writer.most_queued, room, num_cut = _MOST_AT_END, _MOST_AT_END, 0
         for namespace, slots, hashes in found:
             here = disk.present(hashes)
-            left = [slot for slot, own in zip(slots, hashes, strict=True) if own not in here]
-            now = left[:room]
+            left = [(slot, own) for slot, own in zip(slots, hashes, strict=True) if own not in here]
+            now = [slot for slot, _ in left[:room]]
             room, num_cut, generation = room - len(now), num_cut + len(left) - len(now), generation - len(now)
+            lacking += [own for _, own in left]
             if now:
                 writer.queue_up(namespace, now, OfferKind.BEHIND, generation)
         writer.drop("stopped", num_cut)
-        while writer.num_unwritten() and clock.now_s() < until_s and not self._is_off():
-            time.sleep(_LOOK_S)
+        self._look_until(until_s, lambda: not writer.num_unwritten())
         writer.drop_all("stopped")
-        return writer.num_lost() - num_lost
+        num_low = writer.counts.dropped["low_priority"] - num_low
+        return max(len(lacking) - len(disk.present(lacking)) - num_low, 0)
+
+    def _look_until(self, until_s: float, is_done: Callable[[], bool]) -> None:
+        """Wait until something is done, the time is over, or the disk is off."""
+        while not is_done() and clock.now_s() < until_s and not self._is_off():
+            time.sleep(_LOOK_S)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -83,8 +84,8 @@ class Writer:
         self._sweep = Sweep(context.memory_pool, context.disk_pool)
         self._sweeping: Future[int] | None = None
         self._rewrites = Rewrites(context.disk_pool.num_slots)
-        #: What is written again after the next turn that does not fail.
-        self._again: list[Offer] = []
+        #: What failed twice: it is written again after a turn that does not fail.
+        self._again = deque[Offer](maxlen=_MOST_AGAIN)
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
         """Note blocks that became readable; `is_on_disk` if they come from there.
@@ -142,7 +143,8 @@ class Writer:
         """Leave out all that waits, and count those of these blocks that are not on the disk."""
         with self._lock:
             offers = self._queue.take_all()
-        hashes = [own for offer in offers if offer.kind.is_counted for own in offer.hashes]
+            self._again += [offer for offer in offers if offer.kind is OfferKind.SAVED and not offer.is_counted]
+        hashes = [own for offer in offers if offer.is_counted for own in offer.hashes]
         self.drop(reason, len(set(hashes)) - len(self._context.disk_pool.present(hashes)))
 
     def write_some(self) -> bool:
@@ -163,8 +165,8 @@ class Writer:
                 with self._lock:
                     self.num_writing -= len(offer.slots)
         with self._lock:
-            self._queue.put(self._again, is_first=True)
-            self._again = []
+            self._queue.put(list(self._again), is_first=True)
+            self._again.clear()
         self.sweep()
         return True
 
@@ -260,17 +262,21 @@ class Writer:
             # it is not the one that stands before the bytes now.
             for _, ticket in claims:
                 disk.abort_store(ticket.write_id, OWNER)
-            self._leave_out(offer, "error", sum(len(run) for run, _ in claims) + len(wanted) - num_done)
-            again = holes(disk, offer, [run for run, _ in claims])
+            num_failed = sum(len(ints_in(ticket.packed_indexes)) for _, ticket in claims)
+            self._leave_out(offer, "error", num_failed + len(wanted) - num_done)
+            again, is_next = holes(disk, offer, [run for run, _ in claims]), offer.is_counted and not self._is_off()
             with self._lock:
-                self._again += again[: _MOST_AGAIN - len(self._again)]
+                if is_next:
+                    self._queue.put(again, is_first=True)
+                else:
+                    self._again += again
             raise
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
         """Count blocks that are left out, by reason."""
         if num_blocks > 0:
             offer.why.append(reason)
-            self.drop(reason, num_blocks if offer.kind.is_counted else 0)
+            self.drop(reason, num_blocks if offer.is_counted else 0)
 
     def _claim(self, offer: Offer, run: list[HeldBlock]) -> list[_Claim]:
         """Claim places on the disk for blocks that follow each other; those that are left out are counted.
@@ -292,8 +298,8 @@ class Writer:
             logger.debug("blocks are not written to disk: %s", error)
             self._rewrites.give_back(num_taken)
             is_off = self._is_off()
-            if offer.kind in (OfferKind.SAVED, OfferKind.AGAIN) and not is_off:
-                self._rewrites.earn(len(run) if offer.kind is OfferKind.SAVED else 0)
+            if offer.kind is OfferKind.SAVED and not is_off:
+                self._rewrites.earn(len(run) if offer.is_counted else 0)
                 raise
             # Victims need no parent: their place in the chain is taken.
             reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
@@ -327,16 +333,11 @@ class Writer:
         records = records_of(context, blocks, ints_in(ticket.packed_slots).tolist(), generations, offer.version)
         write_blocks(context, self._pages, records, [block.slot for block in blocks], sync=self._sync)
         num_published = context.disk_pool.complete_store(ticket.write_id, OWNER)
-        if offer.kind is OfferKind.SAVED:
+        if offer.kind is OfferKind.SAVED and offer.is_counted:
             self._rewrites.earn(num_published)
         with self._lock:
             self.counts.num_written += num_published
             self.counts.num_bytes += len(blocks) * context.slots.stride_bytes
-
-    def num_lost(self) -> int:
-        """Return how many blocks were left out until now, but for those of low priority."""
-        with self._lock:
-            return self.counts.dropped.total() - self.counts.dropped["low_priority"]
 
     def take_generations(self, count: int) -> range:
         """Return the next generations, which no block had before."""

@@ -12,6 +12,9 @@ import numpy.typing as npt
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.block_index import BlockIndex
 
+#: So many more blocks of each tenant are looked at than it may have, beside as many again.
+_SPARE = 1024
+
 Slots = npt.NDArray[np.int64]
 
 
@@ -31,10 +34,12 @@ def by_touch(
     ready = [slot for space in index.spaces.values() for slot in space.ready.values()]
     slots = np.array([slot for slot in ready if is_wanted(index.block_hash[slot])], np.int64)
     stamps, numbers = np.frombuffer(stamp, np.int64), np.frombuffer(owners, np.uint8)
+    # With several tenants some may be refused, and older ones come in their place. Few are looked at: a lock is held.
+    spare = (lambda count: count + _SPARE) if len(shares) > 1 else lambda count: 0
     for number, share in enumerate(shares):
         is_own = numbers[slots] == number
-        slots = np.concatenate([slots[~is_own], _last(slots[is_own], stamps, share)])
-    slots = _last(slots, stamps, most)
+        slots = np.concatenate([slots[~is_own], _last(slots[is_own], stamps, share + spare(share))])
+    slots = _last(slots, stamps, most + spare(most))
     keys = [(-stamp[slot], index.space[slot].namespace, index.depth[slot], slot) for slot in slots.tolist()]
     found, left = list[tuple[bytes, list[int]]](), list(shares)
     #: `refused` has blocks for which a tenant has no room, and what builds on them.
