@@ -264,12 +264,10 @@ class Writer:
                 disk.abort_store(ticket.write_id, OWNER)
             num_failed = sum(len(ints_in(ticket.packed_indexes)) for _, ticket in claims)
             self._leave_out(offer, "error", num_failed + len(wanted) - num_done)
-            again, is_next = holes(disk, offer, [run for run, _ in claims]), offer.is_counted and not self._is_off()
+            again, is_off = holes(disk, offer, [run for run, _ in claims]), self._is_off()
             with self._lock:
-                if is_next:
-                    self._queue.put(again, is_first=True)
-                else:
-                    self._again += again
+                self._queue.put(again if offer.is_counted and not is_off else [], is_first=True)
+                self._again += [] if offer.is_counted and not is_off else again
             raise
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:

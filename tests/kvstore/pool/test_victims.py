@@ -328,4 +328,7 @@ def test_by_touch_has_no_more_of_a_tenant_than_its_share_and_nothing_that_builds
     assert found(a=2) == [own.hashes(), shared.hashes(), on_a.hashes()[:2]]
     assert found(b=2) == [own.hashes()[:2], shared.hashes(), on_a.hashes()[:3]]
     assert found(a=0, b=0) == [shared.hashes()]
+    save(chain(10, 11), "b")
+    save(chain(10, 11, 12, 13), "a")
+    assert found(a=2, b=0) == [shared.hashes(), on_a.hashes()[:2]], "older ones come for those that build on b's"
     assert pool.by_touch(0, is_any, lambda name: 100) == []

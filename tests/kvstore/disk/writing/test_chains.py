@@ -124,6 +124,8 @@ def test_of_a_failed_write_what_others_on_the_disk_hang_on_is_written_again():
     (again,) = holes(disk, saved, [run[:4], run[6:]])
     assert (again.kind, again.hashes) == (OfferKind.SAVED, list(hashes)[:3])
     assert not again.is_counted
+    (whole,) = holes(disk, replace(saved, kind=OfferKind.BEHIND), [run[4:]])
+    assert whole.hashes == list(hashes)[4:], "what is behind them was offered already"
     assert holes(disk, replace(saved, kind=OfferKind.VICTIMS), [run]) == [], "they stay in memory"
 
 

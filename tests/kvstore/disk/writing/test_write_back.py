@@ -238,6 +238,22 @@ def test_a_stop_tells_also_of_blocks_whose_write_failed(store, cluster, writes, 
     assert "2 blocks of memory were not written back" in caplog.text
 
 
+def test_a_stop_tries_once_more_what_failed_before_what_is_behind_it(store, cluster, writes, caplog):
+    hashes, errors = cluster.hashes(2), iter([refuse()])
+    store.save(hashes, is_written=False)
+
+    def fails_once(file, first):
+        if error := next(errors, None):
+            raise error
+
+    writes.before = fails_once
+    disk = store.disk
+    store.restart()
+    assert disk.stats()["dropped"] == {"error": 2}
+    assert store.disk.pool.lookup(hashes) == 2
+    assert "not written back" not in caplog.text
+
+
 def test_nothing_is_written_back_at_a_stop_with_through(start, cluster, writes):
     store = start()
     store.save(cluster.hashes(4))
