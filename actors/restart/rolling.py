@@ -17,7 +17,7 @@ from kvstore.actors.restart.changing import check_node, replace_supervisor
 from kvstore.actors.restart.holding import HOLDER_S, STOPS_S, end_holder, holders_of, kept_s, make_holder, tell_why
 from kvstore.bounds import check_flag, check_node_id, check_seconds, clip
 from kvstore.config import StoreConfig
-from kvstore.errors import InvalidRequest, KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.errors import InvalidRequest, KVStoreError, StoreBusy, StoreNotRunning, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ PLACED_WITHIN_S, SERVES_S = 10.0, 120.0
 #: How long the end of the old store is no loss: it stops, and the supervisor sees that.
 _PLANNED_S = 60.0
 _ROUND_EVERY_S, _LOOK_S = 1.0, 0.1
+#: How often a store is asked for its memory, if others put it back meanwhile.
+_MOST_TRIES = 3
 _COLD = "cold was asked for"
 _LOST = "the memory is lost: a store that had taken it, or was to take it, ended before it served"
 
@@ -174,7 +176,8 @@ class Turn:
     def find_old(self) -> Any:
         """Return the node's store, None if it has none. One that another restart is making is waited for.
 
-        It may have taken the memory already, and can give it only when it is made.
+        It may have taken the memory already, and can give it only when it is made. One for which Ray begins no process
+        is ended: the next store takes what is kept for it.
         """
         began_s, has_said = time.monotonic(), False
         while True:
@@ -183,24 +186,41 @@ class Turn:
             except StoreNotRunning:
                 return None
             pid, waited_s = constructor_pid(old), time.monotonic() - began_s
-            # One for which Ray has no process has taken nothing, and may wait for room that there never is.
-            if pid is None or waited_s > (SERVES_S if pid else PLACED_WITHIN_S):
+            if pid is None or waited_s > SERVES_S:
                 return old
+            if not pid and waited_s > PLACED_WITHIN_S:  # It waits for room, and has taken nothing.
+                with contextlib.suppress(KVStoreError), ray_failures(self._path):
+                    ray.kill(old)
+                return None
             if not has_said:
                 self._say("waits for its store, which is being made")
                 has_said = True
             time.sleep(_LOOK_S)
 
     def give(self, old: Any, where: str) -> str:
-        """Have a store give its memory to the holder; return why it did not, "" if it did, now or before."""
+        """Have a store give its memory to the holder; return why it did not, "" if it did, now or before.
+
+        Raises:
+            StoreBusy: the node was put back again and again; its store has all blocks, and serves on.
+        """
         # Until it is known that nothing was given: this process may be ended meanwhile.
         self.may_be_held = True
         if not where:
             return ""
-        giving = None
+        giving, deadline_s, num_tries = None, time.monotonic() + self._wait_s, 0
         try:
-            giving = begin("store", old.hand_over, where, self._wait_s)
-            answer("store", giving, self._wait_s + STOPS_S)
+            while True:
+                left_s = max(deadline_s - time.monotonic(), 0.0)
+                try:
+                    giving = begin("store", old.hand_over, where, left_s)
+                    answer("store", giving, left_s + STOPS_S)
+                    break
+                except StoreBusy:  # By another restart, which was interrupted, or by a person.
+                    if (num_tries := num_tries + 1) == _MOST_TRIES:
+                        raise
+        except StoreBusy:
+            self.may_be_held = False
+            raise
         except (KVStoreError, AttributeError) as error:  # AttributeError: it is of a version that cannot.
             self.may_be_held = False
             return f"the old store gave nothing: {error}"

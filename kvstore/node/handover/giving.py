@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.blocks.indexes import pack_ints
-from kvstore.errors import ConfigError, StoreUnavailable
+from kvstore.errors import ConfigError, StoreBusy, StoreUnavailable
 from kvstore.handoff.table import HandoffTable
 from kvstore.node.core import NodeCore
 from kvstore.node.handover.message import Held, Message, pack_blocks, samples_of, seal
@@ -57,8 +57,8 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
     Waits at most `wait_s` for leases, writes and hand-offs to end. Slots that are still used then are named.
 
     Raises:
-        StoreUnavailable: nobody holds there, no namespace has attached, or the node was put back while it was drained;
-            the store serves on.
+        StoreUnavailable: nobody holds there, or no namespace has attached; the store serves on.
+        StoreBusy: the node was put back while it was drained; the store serves on.
         KVStoreError, OSError: the memory was not given, and the store must end: it serves nobody.
     """
     if not core.state.pool_service.is_attached:
@@ -105,13 +105,14 @@ def _leave(core: NodeCore) -> None:
     """Make the drain final: from now on the node cannot be put back, so no worker gets slots.
 
     Raises:
-        StoreUnavailable: it was put back meanwhile, and serves on; or the store is being stopped.
+        StoreBusy: it was put back meanwhile, and serves on.
+        StoreUnavailable: the store is being stopped.
     """
     service = core.state.pool_service
     with core.draining:
         service.check_running()
         if not service.is_draining:
-            raise StoreUnavailable("wanted a drained node, got one that was put back meanwhile; restart it again")
+            raise StoreBusy("wanted a drained node, got one that was put back meanwhile; restart it again")
         service.is_ending = True
 
 

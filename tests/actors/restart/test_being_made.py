@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -48,8 +49,12 @@ def test_after_one_that_could_not_be_made_the_node_has_none_or_the_next_one(turn
 
 @pytest.mark.parametrize(("pid", "within_s"), [(7, rolling.SERVES_S), (0, rolling.PLACED_WITHIN_S)])
 def test_one_that_is_never_made_is_not_waited_for_longer_than_any_other(turn, monkeypatch, pid, within_s):
+    killed = []
+    monkeypatch.setattr(rolling.ray, "kill", killed.append)
+    monkeypatch.setattr(rolling, "ray_failures", contextlib.nullcontext)
     find(monkeypatch, ["store"], [pid])
-    assert turn.find_old() == "store"
+    # One without a process has nothing to give: what is kept for it is the next one's.
+    assert (turn.find_old(), killed) == (("store", []) if pid else (None, ["store"]))
     assert within_s < turn.now[0] < within_s + 3
 
 
@@ -94,6 +99,29 @@ def test_a_node_whose_restart_is_interrupted_while_it_drains_serves_again(turn, 
     assert undrains == ["undrain"] * 3
     assert not turn.may_be_held, "its holder is ended"
     assert turn.steps == ["serves again with the settings that it had: the restart was interrupted"]
+
+
+@pytest.mark.parametrize("num_times", [1, 2, 3])
+def test_a_node_that_others_put_back_is_drained_again_and_never_ended_for_that(turn, monkeypatch, num_times):
+    asked, backs = [], ["back"] * num_times
+
+    def answer(what, ref, timeout_s):
+        if backs:
+            backs.pop()
+            raise rolling.StoreBusy("wanted a drained node, got one that was put back meanwhile; restart it again")
+
+    monkeypatch.setattr(rolling, "begin", lambda what, method, where, wait_s: asked.append(wait_s))
+    monkeypatch.setattr(rolling, "answer", answer)
+    old = SimpleNamespace(hand_over="hand_over")
+    if num_times < 3:
+        assert turn.give(old, "path") == ""
+        assert turn.may_be_held
+    else:
+        with pytest.raises(rolling.StoreBusy) as caught:
+            turn.give(old, "path")
+        assert not turn.may_be_held
+        assert "was not restarted, and its store serves on" in turn.outcome(caught.value)
+    assert asked == [1.0] * min(num_times + 1, 3)
 
 
 @pytest.mark.parametrize("end", [{"num_blocks": 4}, PeerLost("it ended"), KVStoreError("says nothing")])
