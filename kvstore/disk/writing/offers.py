@@ -42,7 +42,7 @@ class Offer:
     generation: int = 0
     #: Whether the first block is written without the one before it: memory cannot tell what that is.
     is_unlinked: bool = False
-    #: For BEFORE: who saved what is behind them. They never take the places of other tenants' blocks.
+    #: For BEFORE: the tenant that saved what is behind them. It pays where their owner has no room.
     tenant: str = SHARED
     #: Whether those that are left out are counted; they are not if they were before.
     is_counted: bool = True
