@@ -43,7 +43,8 @@ class DiskThreads:
 
     Args:
         write_some: writes some of what waits, and returns False if nothing did. At most half of the threads write at
-            once, so that a read never waits behind all of them. Raises OSError when the disk refuses.
+            once, so that a read never waits behind all of them. Raises OSError when the disk refuses. Calls `answered`
+            when it has not.
         timeout_s: after this long, an operation counts as hanging.
         num_threads: at least 2.
         on_off: called, without a lock, when the disk was turned off.
@@ -166,16 +167,14 @@ class DiskThreads:
             except Exception as raised:
                 logger.exception("an operation of the disk failed unexpectedly")
                 error, has_more = raised, read is None  # More may wait: the next turn looks.
-            went_off = is_on_again = False
+            went_off = False
             with self._lock:
                 num_trips = self.breaker.num_trips
-                was_late = clock.now_s() > self._running.pop(own) + self._timeout_s
+                began_s = self._running.pop(own)
                 self._num_writing -= read is None
                 if isinstance(error, OSError):
                     self.breaker.failed(error, clock.now_s())
                     went_off = self.breaker.num_trips > num_trips
-                elif error is None and not was_late and (read is not None or has_more):
-                    is_on_again = self.breaker.passed()
                 if read is None:
                     self._has_writes = has_more or self._num_asked != num_asked
                 self._work.notify()
@@ -184,8 +183,20 @@ class DiskThreads:
                     read.on_end(error)
             if went_off:
                 self._went_off()
-            elif is_on_again:
-                self._on_again()
+            elif read is not None and error is None:
+                self._passed(began_s)
+
+    def answered(self) -> None:
+        """Note that the disk did what `write_some` asked it for; called on the thread that runs this."""
+        with self._lock:
+            began_s = self._running[threading.get_ident()]
+        self._passed(began_s)
+
+    def _passed(self, began_s: float) -> None:
+        with self._lock:  # An answer that came late shows no disk that works.
+            is_on_again = clock.now_s() <= began_s + self._timeout_s and self.breaker.passed()
+        if is_on_again:
+            self._on_again()
 
     def _has_work(self) -> bool:
         if self._is_closed or self._reads:

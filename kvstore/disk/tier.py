@@ -164,6 +164,7 @@ class DiskTier:
                 self._versions.save,
                 self._threads.write_soon,
                 lambda: threads.is_off,
+                threads.answered,
             )
             if self._config.disk_write == "back":
                 self._back = WriteBack(self._context, self._writer, threads.write_soon, lambda: self.is_off)
@@ -327,7 +328,7 @@ class DiskTier:
             if self._is_stopping:
                 return
             self._is_stopping = True
-        if self._back is not None and not self.is_off and (num_left := self._back.write_rest(_WRITE_BACK_S)):
+        if self._back is not None and (num_left := self._back.write_rest(_WRITE_BACK_S)):
             logger.warning("%d blocks of memory were not written back at the stop", num_left)
         self._is_stopped = True
         until_s = clock.now_s() + _STOP_S

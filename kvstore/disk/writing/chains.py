@@ -8,7 +8,10 @@ what is behind a block that is lost is evicted from the disk.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +20,7 @@ from kvstore.blocks.grants import HeldBlock
 from kvstore.disk.writing.offers import Offer, OfferKind
 from kvstore.pool.pool import Pool
 from kvstore.pool.tenants.limits import SHARED
+from kvstore.runtime.threads.own_thread import on_thread
 
 #: So many blocks are looked at under the lock of the memory's pool at once.
 _STEP = 256
@@ -118,13 +122,17 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
 def _has_room(memory: Pool, disk: Pool, run: Sequence[HeldBlock], slots: list[int], own: bytes) -> bool:
     """Return whether the tenant of a run may have it on the disk together with its own blocks before it.
 
-    `slots` of memory are of those that the disk lacks, `own` is the hash of the one above. What is being written there
-    counts as another's: whose it is cannot be seen yet.
+    `slots` of memory are of those that the disk lacks, `own` is the hash of the one above. Of these it pays for its own
+    and for those whose owner has no room: see `allowed`. What is being written there counts as another's: whose it is
+    cannot be seen yet.
     """
     namespace, tenant = run[0].namespace, run[0].tenant
     if run[-1].depth < (most := disk.most_slots_of(tenant)):
         return True
-    num_own = len(run) + memory.tenants_of(slots).count(tenant)
+    num_own = len(run)
+    for owner, num_lacking in Counter(memory.tenants_of(slots)).items():
+        is_others = owner != tenant and (owner == SHARED or disk.room_of(owner) >= num_lacking)
+        num_own += 0 if is_others else num_lacking
     there = [0] * _STEP
     while num_own <= most and len(there) == _STEP:
         _, there, own = disk.climb(namespace, own, _STEP)
@@ -141,11 +149,15 @@ def holes(disk: Pool, offer: Offer, failed: Iterable[Sequence[HeldBlock]]) -> li
     if offer.kind is OfferKind.VICTIMS:  # They stay in memory, and are the next ones again.
         return []
     awaited = set(dict(disk.awaited()).get(offer.namespace, ()))
+    # The same tenant pays for those BEFORE others as the first time. Any other may find that its parent went meanwhile.
+    kind = OfferKind.BEFORE if offer.kind is OfferKind.BEFORE else OfferKind.SAVED
     found = list[Offer]()
     for run in failed:
         ends = [at for at, block in enumerate(run, 1) if block.block_hash in awaited]
         if end := len(run) if offer.kind is OfferKind.BEHIND else max(ends, default=0):
-            found.append(replace(offer.part(run[:end], OfferKind.SAVED), is_counted=False))
+            is_unlinked = kind is OfferKind.BEFORE and not offer.needs_parent(run[0])
+            part = offer.part(run[:end], kind)
+            found.append(replace(part, is_unlinked=is_unlinked, is_counted=False, is_again=True))
     return found
 
 
@@ -158,11 +170,14 @@ class Sweep:
     Args:
         memory: its blocks count as before those of the disk.
         disk: blocks are evicted here.
+        on_evicted: called when some were.
     """
 
-    def __init__(self, memory: Pool, disk: Pool) -> None:
-        self._memory, self._disk = memory, disk
+    def __init__(self, memory: Pool, disk: Pool, on_evicted: Callable[[], object] = lambda: None) -> None:
+        self._memory, self._disk, self._on_evicted = memory, disk, on_evicted
         self._every = max(1, disk.num_slots // _SWEPT_SHARE)
+        self._lock = threading.Lock()
+        self._running: Future[int] | None = None
         #: How many blocks the disk has evicted when it is looked again. Until it evicts, nothing takes others' places.
         self._next_at = 1
 
@@ -170,6 +185,16 @@ class Sweep:
     def is_due(self) -> bool:
         """Whether the disk has evicted enough blocks since the last time."""
         return self._disk.num_evicted >= self._next_at
+
+    def run_if_due(self) -> None:
+        """Begin `run`, on a thread of its own, if it is due: it may be long."""
+        if not self.is_due:
+            return
+        with self._lock:
+            if self._running is not None and not self._running.done():
+                return
+            with suppress(RuntimeError, MemoryError):  # No thread can be started now: the next call tries again.
+                self._running = on_thread("raykv-disk-sweep", self.run)
 
     def run(self) -> int:
         """Evict such blocks; return how many. Takes a second for a million blocks, if there are any to be evicted."""
@@ -184,6 +209,8 @@ class Sweep:
                     pairs = [(own, above) for own, above in some if above in still]
                     num_evicted += self._disk.evict_awaiting(namespace, pairs)
         self._next_at = self._disk.num_evicted + self._every
+        if num_evicted:
+            self._on_evicted()
         return num_evicted
 
     def _lost(self, namespace: bytes, awaited: Iterable[bytes]) -> set[bytes]:

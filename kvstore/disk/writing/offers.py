@@ -38,14 +38,16 @@ class Offer:
     num_clears: int
     version: int
     kind: OfferKind
-    #: Of the first block, those of the others follow; 0 if the write takes the next ones.
-    generation: int = 0
+    #: One for each block; none if the write takes the next ones.
+    generations: Sequence[int] = ()
     #: Whether the first block is written without the one before it: memory cannot tell what that is.
     is_unlinked: bool = False
     #: For BEFORE: the tenant that saved what is behind them. It pays where their owner has no room.
     tenant: str = SHARED
     #: Whether those that are left out are counted; they are not if they were before.
     is_counted: bool = True
+    #: Whether they are written again, because their write failed.
+    is_again: bool = False
     #: Why some of these blocks, or of those before them, were left out; shared with those BEHIND.
     why: list[str] = field(default_factory=list)
 
@@ -56,10 +58,10 @@ class Offer:
 
     def split(self, most: int) -> tuple[Offer, Offer]:
         """Return the leading blocks, at most so many, and the others."""
-        rest = self.generation and self.generation + most
+        slots, hashes, generations = self.slots, self.hashes, self.generations
         return (
-            replace(self, slots=self.slots[:most], hashes=self.hashes[:most]),
-            replace(self, slots=self.slots[most:], hashes=self.hashes[most:], generation=rest, is_unlinked=False),
+            replace(self, slots=slots[:most], hashes=hashes[:most], generations=generations[:most]),
+            replace(self, slots=slots[most:], hashes=hashes[most:], generations=generations[most:], is_unlinked=False),
         )
 
     def held(self, blocks: Iterable[HeldBlock]) -> list[HeldBlock]:
@@ -68,10 +70,15 @@ class Offer:
         return [block for block in blocks if block.block_hash in offered]
 
     def part(self, blocks: Sequence[HeldBlock], kind: OfferKind, why: list[str] | None = None) -> Offer:
-        """Return an offer of some of these blocks, which takes the next generations."""
+        """Return an offer of some of these blocks."""
         slots, hashes = [block.slot for block in blocks], [block.block_hash for block in blocks]
-        why = [] if why is None else why
-        return replace(self, slots=slots, hashes=hashes, kind=kind, generation=0, is_unlinked=False, why=why)
+        numbers, why = self.generation_of(), [] if why is None else why
+        generations = [numbers[slot] for slot in slots] if numbers else []
+        return replace(self, slots=slots, hashes=hashes, kind=kind, generations=generations, is_unlinked=False, why=why)
+
+    def generation_of(self) -> dict[int, int]:
+        """Return the generations by slot; empty if the write takes the next ones."""
+        return dict(zip(self.slots, self.generations, strict=True)) if self.generations else {}
 
 
 class OfferQueue:

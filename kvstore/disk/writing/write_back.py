@@ -84,7 +84,7 @@ class WriteBack:
                 # While others write, a turn that finds nothing is no news.
                 self._num_turns += has_found or not self.num_writing
                 self._turned.notify_all()
-        self._writer.sweep()
+        self._writer.lost.run_if_due()
         return has_found
 
     def _write(self, victims: Victims, claimed: Callable[[], None]) -> int:
@@ -141,7 +141,7 @@ class WriteBack:
         blocks than it has slots, and of each tenant no more than it may have there. At most `_MOST_AT_END` are written.
 
         Returns:
-            How many of these blocks were not written; those whose turn did not come are counted as `stopped`.
+            How many of these blocks the disk has not; those whose turn did not come are counted as `stopped`.
         """
         writer, memory, disk = self._writer, self._context.memory_pool, self._context.disk_pool
         until_s, num_low = clock.now_s() + timeout_s, writer.counts.dropped["low_priority"]
@@ -153,21 +153,21 @@ class WriteBack:
         found = [(name, slots, memory.hashes_of(slots)) for name, slots in last]
         for namespace, _, hashes in reversed(found):  # What the disk has of them keeps its places.
             disk.touch(namespace, hashes)
-        generation, lacking = writer.take_generations(most).stop, list[bytes]()
+        generations, chosen = writer.take_generations(most), list[bytes]()
         writer.most_queued, room, num_cut = _MOST_AT_END, _MOST_AT_END, 0
         for namespace, slots, hashes in found:
             here = disk.present(hashes)
             left = [(slot, own) for slot, own in zip(slots, hashes, strict=True) if own not in here]
             now = [slot for slot, _ in left[:room]]
-            room, num_cut, generation = room - len(now), num_cut + len(left) - len(now), generation - len(now)
-            lacking += [own for _, own in left]
+            room, num_cut, chosen = room - len(now), num_cut + len(left) - len(now), chosen + hashes
             if now:
-                writer.queue_up(namespace, now, OfferKind.BEHIND, generation)
+                writer.queue_up(namespace, now, OfferKind.BEHIND, generations[-len(now) :])
+                generations = generations[: -len(now)]
         writer.drop("stopped", num_cut)
         self._look_until(until_s, lambda: not writer.num_unwritten())
         writer.drop_all("stopped")
         num_low = writer.counts.dropped["low_priority"] - num_low
-        return max(len(lacking) - len(disk.present(lacking)) - num_low, 0)
+        return max(len(chosen) - len(disk.present(chosen)) - num_low, 0)
 
     def _look_until(self, until_s: float, is_done: Callable[[], bool]) -> None:
         """Wait until something is done, the time is over, or the disk is off."""

@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
 from kvstore.blocks.indexes import ints_in
@@ -27,7 +26,6 @@ from kvstore.disk.writing.offers import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKi
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
 from kvstore.runtime import clock
-from kvstore.runtime.threads.own_thread import on_thread
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +52,7 @@ class Writer:
         before_write: called with a version before blocks stored under it are written; it makes clearings durable.
         wake: has `write_some` called soon.
         is_off: returns whether the disk is off: then nothing is queued.
+        answered: called when the disk has written; a turn may end without that.
     """
 
     def __init__(
@@ -67,8 +66,9 @@ class Writer:
         before_write: Callable[[], None],
         wake: Callable[[], None],
         is_off: Callable[[], bool],
+        answered: Callable[[], object] = lambda: None,
     ) -> None:
-        self._context, self.most_queued = context, most_queued
+        self._context, self.most_queued, self._answered = context, most_queued, answered
         self._sync, self._before_write, self._wake, self._budget = sync, before_write, wake, budget
         self._is_off, self._min_uses, self._is_behind_saves = is_off, min_uses, is_behind_saves
         #: Under the memory pool's lock; None if each block is written.
@@ -81,8 +81,7 @@ class Writer:
         self.num_writing = 0
         self.counts = WriterCounts()
         self._pages = RunPages(MOST_BLOCKS)
-        self._sweep = Sweep(context.memory_pool, context.disk_pool)
-        self._sweeping: Future[int] | None = None
+        self.lost = Sweep(context.memory_pool, context.disk_pool, context.changed)
         self._rewrites = Rewrites(context.disk_pool.num_slots)
         #: What failed twice: it is written again after a turn that does not fail.
         self._again = deque[Offer](maxlen=_MOST_AGAIN)
@@ -117,16 +116,16 @@ class Writer:
         """Return whether a block was used often enough to be written."""
         return self._seen is None or self._seen.num_uses(block_hash) >= self._min_uses
 
-    def offer_of(self, namespace: bytes, slots: list[int], kind: OfferKind, generation: int = 0) -> Offer:
+    def offer_of(self, namespace: bytes, slots: list[int], kind: OfferKind, generations: Sequence[int] = ()) -> Offer:
         """Note what is known of a namespace now, before blocks of it are pinned for their write: see the module."""
         num_clears, version = self._context.disk_pool.num_clears(namespace), self._context.version_of(namespace)
         hashes = self._context.memory_pool.hashes_of(slots)
-        return Offer(namespace, slots, hashes, num_clears, version, kind, generation)
+        return Offer(namespace, slots, hashes, num_clears, version, kind, generations)
 
-    def queue_up(self, namespace: bytes, slots: list[int], kind: OfferKind, generation: int = 0) -> None:
+    def queue_up(self, namespace: bytes, slots: list[int], kind: OfferKind, generations: Sequence[int] = ()) -> None:
         """Queue blocks of memory, the leading ones if not all have room, and count the others; never waits.
 
-        See `Offer` for `kind` and `generation`.
+        See `Offer` for `kind` and `generations`.
         """
         is_off = self._is_off()
         with self._lock:
@@ -134,7 +133,7 @@ class Writer:
             if num_left := max(len(slots) - room, 0):
                 self.counts.dropped["off" if is_off else "queue_full"] += num_left
         if slots := slots[:room]:
-            offer = self.offer_of(namespace, slots, kind, generation)
+            offer = self.offer_of(namespace, slots, kind, generations[:room])
             with self._lock:
                 self._queue.put([offer])
             self._wake()
@@ -143,7 +142,7 @@ class Writer:
         """Leave out all that waits, and count those of these blocks that are not on the disk."""
         with self._lock:
             offers = self._queue.take_all()
-            self._again += [offer for offer in offers if offer.kind is OfferKind.SAVED and not offer.is_counted]
+            self._again += [offer for offer in offers if offer.is_again]
         hashes = [own for offer in offers if offer.is_counted for own in offer.hashes]
         self.drop(reason, len(set(hashes)) - len(self._context.disk_pool.present(hashes)))
 
@@ -167,26 +166,8 @@ class Writer:
         with self._lock:
             self._queue.put(list(self._again), is_first=True)
             self._again.clear()
-        self.sweep()
+        self.lost.run_if_due()
         return True
-
-    def sweep(self) -> None:
-        """Evict what cannot be found, after a turn, if it is time to; see `Sweep`.
-
-        On a thread of its own, because a turn has a time limit.
-        """
-        if not self._sweep.is_due:
-            return
-        with self._lock:
-            if self._sweeping is not None and not self._sweeping.done():
-                return
-            with suppress(RuntimeError, MemoryError):  # No thread can be started now: the next turn tries again.
-                self._sweeping = on_thread("raykv-disk-sweep", self._sweep_now)
-
-    def _sweep_now(self) -> int:
-        if num_evicted := self._sweep.run():
-            self._context.changed()
-        return num_evicted
 
     @property
     def num_queued(self) -> int:
@@ -266,8 +247,9 @@ class Writer:
             self._leave_out(offer, "error", num_failed + len(wanted) - num_done)
             again, is_off = holes(disk, offer, [run for run, _ in claims]), self._is_off()
             with self._lock:
-                self._queue.put(again if offer.is_counted and not is_off else [], is_first=True)
-                self._again += [] if offer.is_counted and not is_off else again
+                is_later = offer.is_again or is_off
+                self._queue.put([] if is_later else again, is_first=True)
+                self._again += again if is_later else []
             raise
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
@@ -325,11 +307,12 @@ class Writer:
         """Write blocks to the places that were claimed for them; then they can be found there."""
         context = self._context
         blocks = [run[index] for index in ints_in(ticket.packed_indexes).tolist()]
-        numbers = {slot: offer.generation + at for at, slot in enumerate(offer.slots) if offer.generation}
+        numbers = offer.generation_of()
         new = iter(self.take_generations(sum(block.slot not in numbers for block in blocks)))
         generations = [numbers[block.slot] if block.slot in numbers else next(new) for block in blocks]
         records = records_of(context, blocks, ints_in(ticket.packed_slots).tolist(), generations, offer.version)
         write_blocks(context, self._pages, records, [block.slot for block in blocks], sync=self._sync)
+        self._answered()
         num_published = context.disk_pool.complete_store(ticket.write_id, OWNER)
         if offer.kind is OfferKind.SAVED and offer.is_counted:
             self._rewrites.earn(num_published)

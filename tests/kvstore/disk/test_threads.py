@@ -177,6 +177,28 @@ def test_the_disk_is_off_after_three_errors_in_a_row_and_on_again_after_its_rest
     assert not threads.is_off
 
 
+def test_writes_that_ask_the_disk_for_nothing_do_not_show_that_it_works(start, wait_until):
+    say, turns = [], iter([refuse, lambda: True] * 3 + [lambda: False])
+    threads = start(lambda: next(turns, lambda: False)(), on_again=lambda: say.append("on"))
+    threads.write_soon()
+    wait_until(lambda: threads.breaker.num_trips == 1)
+    assert say == []
+
+
+def test_writes_show_that_the_disk_works(start, wait_until):
+    say = []
+
+    def write():
+        if threads.breaker.num_trips:
+            threads.answered()
+            return False
+        raise OSError(errno.ENOSPC, "no")
+
+    threads = start(write, on_again=lambda: say.append("on"))
+    threads.write_soon()
+    wait_until(lambda: say == ["on"] and not threads.is_off)
+
+
 def test_an_error_before_a_good_read_does_not_count_later(start):
     threads = start()
     for _ in range(4):

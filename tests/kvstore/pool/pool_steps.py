@@ -9,8 +9,8 @@ def chain(*numbers, space=SPACE):
     return BlockHashes(space, space, 0, b"".join(number.to_bytes(4, "little") * 8 for number in numbers))
 
 
-def store(pool, hashes):
-    ticket = pool.prepare_store(hashes, "writer")
+def store(pool, hashes, tenant=""):
+    ticket = pool.prepare_store(hashes, "writer", tenant=tenant)
     if ticket.write_id:
         pool.complete_store(ticket.write_id, "writer")
     pool.check_integrity()

@@ -49,7 +49,7 @@ def test_what_is_written_before_blocks_that_were_saved():
 
     def offers(disk=disk):
         *before, behind, rest = found = put_off(memory, disk, saved, run, other)
-        assert {(offer.namespace, offer.num_clears, offer.version, offer.generation) for offer in found} == {
+        assert {(offer.namespace, offer.num_clears, offer.version, len(offer.generations)) for offer in found} == {
             (SPACE, 3, 4, 0)
         }
         assert (rest.kind, rest.slots) == (OfferKind.SAVED, [block.slot for block in other])
@@ -100,8 +100,7 @@ def test_a_chain_of_which_a_tenant_would_own_more_than_its_quota_is_not_tried(nu
     for pool, end in ((disk, num_there), (memory, 10)):
         for first, last, tenant in ((0, min(num_shared, end), ""), (min(num_shared, end), end, "a")):
             if first < last:
-                ticket = pool.prepare_store(hashes.tail(first).head(last - first), "writer", tenant=tenant)
-                pool.complete_store(ticket.write_id, "writer")
+                store(pool, hashes.tail(first).head(last - first), tenant)
     run = run_of(memory, hashes, 8)
     assert run[0].tenant == "a"
     *before, behind = put_off(memory, disk, offer_of(memory, hashes, OfferKind.SAVED), run, [])
@@ -111,6 +110,21 @@ def test_a_chain_of_which_a_tenant_would_own_more_than_its_quota_is_not_tried(nu
         ticket = disk.prepare_store(hashes.head(2), "writer", tenant="a")
         assert put_off(memory, disk, offer_of(memory, hashes, OfferKind.SAVED), run, [])[-1].why == []
         disk.abort_store(ticket.write_id, "writer")
+
+
+@pytest.mark.parametrize(("num_own", "can_fit"), [(0, True), (5, False)])
+def test_a_chain_is_not_tried_if_its_tenant_would_pay_for_more_than_it_may_have(num_own, can_fit):
+    limits = {"a": TenantLimits(max_slots=9), "b": TenantLimits(max_slots=12)}
+    memory, disk = (Pool(40, tenants=TenantTable(40, each)) for each in (dict.fromkeys("ab", TenantLimits()), limits))
+    hashes = chain(*range(1, 11))
+    store(memory, hashes.head(8), tenant="b")
+    store(memory, hashes.tail(8), tenant="a")
+    if num_own:
+        store(disk, chain(*range(20, 20 + num_own)), tenant="b")
+    run = run_of(memory, hashes, 8)
+    assert (run[0].tenant, disk.room_of("b")) == ("a", 12 - num_own)
+    *_, behind = put_off(memory, disk, offer_of(memory, hashes, OfferKind.SAVED), run, [])
+    assert behind.why == ([] if can_fit else ["disk_full"]), "b has no room for its 8, and a may have 9, not 10"
 
 
 def test_of_a_failed_write_what_others_on_the_disk_hang_on_is_written_again():
@@ -123,7 +137,11 @@ def test_of_a_failed_write_what_others_on_the_disk_hang_on_is_written_again():
     disk.abort_store(first.write_id, "writer")
     (again,) = holes(disk, saved, [run[:4], run[6:]])
     assert (again.kind, again.hashes) == (OfferKind.SAVED, list(hashes)[:3])
-    assert not again.is_counted
+    assert (again.is_counted, again.is_again) == (False, True)
+    (before,) = holes(disk, replace(saved, kind=OfferKind.BEFORE, tenant="a", is_unlinked=True), [run])
+    assert (before.kind, before.tenant, before.is_unlinked) == (OfferKind.BEFORE, "a", True), "the same tenant pays"
+    numbered = replace(saved, kind=OfferKind.BEHIND, generations=range(20, 30))
+    assert [list(each.generations) for each in holes(disk, numbered, [run[4:6]])] == [[24, 25]], "as old as before"
     (whole,) = holes(disk, replace(saved, kind=OfferKind.BEHIND), [run[4:]])
     assert whole.hashes == list(hashes)[4:], "what is behind them was offered already"
     assert holes(disk, replace(saved, kind=OfferKind.VICTIMS), [run]) == [], "they stay in memory"
@@ -169,12 +187,12 @@ def test_the_owner_pays_for_what_is_before_others_or_the_tenant_that_saved_but_n
 def test_an_offer_is_split_with_its_generations_and_only_its_first_block_is_unlinked():
     memory, hashes = Pool(8), chain(1, 2, 3)
     store(memory, hashes)
-    offer = offer_of(memory, hashes, OfferKind.BEHIND, generation=7, is_unlinked=True)
+    offer = offer_of(memory, hashes, OfferKind.BEHIND, generations=[7, 9, 8], is_unlinked=True)
     first, rest = offer.split(1)
     assert (first.slots + rest.slots, first.hashes + rest.hashes) == (offer.slots, offer.hashes)
-    assert (first.generation, rest.generation) == (7, 8)
+    assert (first.generations, rest.generations) == ([7], [9, 8])
     assert (first.is_unlinked, rest.is_unlinked) == (True, False)
-    assert offer_of(memory, hashes, OfferKind.BEHIND).split(1)[1].generation == 0
+    assert offer_of(memory, hashes, OfferKind.BEHIND).split(1)[1].generations == ()
 
 
 def test_only_victims_and_blocks_of_which_memory_cannot_tell_are_written_without_their_parent():
@@ -481,3 +499,21 @@ def test_at_a_stop_a_tenant_keeps_what_it_used_last_within_its_quota_of_the_disk
     saves.restart()
     assert disk.stats()["num_written"] == 8
     assert [saves.disk.pool.lookup(hashes) for hashes in chains] == [0, 0, 0, 0, 4, 4]
+
+
+def test_at_a_stop_what_the_disk_lost_for_it_counts_as_not_written(start, cluster, caplog):
+    """A tenant's oldest blocks cannot go, because another's are behind them: newer ones go for what is written."""
+    saves = start(**BACK, tenants={"a": {"max_disk_bytes": 8 * place_bytes(4096)}, "b": {}})
+    of_a, of_b = (cluster.worker("a", tenant=tenant) for tenant in "ab")
+    oldest, newest, last = (cluster.hashes(4, seed=seed) for seed in range(3))
+    behind = cluster.hashes(6, seed=0)
+    for worker, hashes in ((of_a, oldest), (of_b, behind), (of_a, newest)):
+        saves.worker = worker
+        saves.save(hashes, is_written=False)
+    wait_until(lambda: saves.disk.write_back(14, 1.0) is not None and saves.disk.pool.lookup(newest) == 4)
+    for hashes in (last, newest):
+        saves.save(hashes, is_written=False)
+    saves.restart()
+    num_missing = sum(4 - saves.disk.pool.lookup(hashes) for hashes in (last, newest))
+    assert num_missing > 0
+    assert f"{num_missing} blocks of memory were not written back" in caplog.text

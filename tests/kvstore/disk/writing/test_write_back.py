@@ -238,6 +238,16 @@ def test_a_stop_tells_also_of_blocks_whose_write_failed(store, cluster, writes, 
     assert "2 blocks of memory were not written back" in caplog.text
 
 
+def test_a_stop_tells_of_all_blocks_while_the_disk_is_off(store, cluster, writes, caplog):
+    writes.error, disk = refuse(errno.ENOSPC), store.disk
+    fill(store, cluster, 7)
+    wait_until(lambda: disk.is_off and store.core.pool.num_free >= NUM_SLOTS // 2)
+    num_held, num_off = NUM_SLOTS - store.core.pool.num_free, disk.stats()["dropped"].get("off", 0)
+    store.stop()
+    assert f"{num_held} blocks of memory were not written back" in caplog.text
+    assert disk.stats()["dropped"]["off"] == num_off + num_held
+
+
 def test_a_stop_tries_once_more_what_failed_before_what_is_behind_it(store, cluster, writes, caplog):
     hashes, errors = cluster.hashes(2), iter([refuse()])
     store.save(hashes, is_written=False)
