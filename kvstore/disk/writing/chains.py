@@ -110,6 +110,7 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
         behind,
         slots=slots[::-1],
         hashes=names[::-1],
+        generations=(),
         kind=OfferKind.BEFORE,
         tenant=tenant,
         is_unlinked=not is_linked,

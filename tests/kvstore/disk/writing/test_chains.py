@@ -141,7 +141,11 @@ def test_of_a_failed_write_what_others_on_the_disk_hang_on_is_written_again():
     (before,) = holes(disk, replace(saved, kind=OfferKind.BEFORE, tenant="a", is_unlinked=True), [run])
     assert (before.kind, before.tenant, before.is_unlinked) == (OfferKind.BEFORE, "a", True), "the same tenant pays"
     numbered = replace(saved, kind=OfferKind.BEHIND, generations=range(20, 30))
-    assert [list(each.generations) for each in holes(disk, numbered, [run[4:6]])] == [[24, 25]], "as old as before"
+    (late,) = holes(disk, numbered, [run[4:6]])
+    assert list(late.generations) == [24, 25], "as old as before"
+    disk.clear(SPACE)
+    before, behind = put_off(memory, disk, late, run[4:6], [])
+    assert (list(before.generations), list(behind.generations), behind.is_again) == ([], [24, 25], True)
     (whole,) = holes(disk, replace(saved, kind=OfferKind.BEHIND), [run[4:]])
     assert whole.hashes == list(hashes)[4:], "what is behind them was offered already"
     assert holes(disk, replace(saved, kind=OfferKind.VICTIMS), [run]) == [], "they stay in memory"
