@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,12 @@ RAY_NAMESPACE = "raykv"
 #: OSError, including ConnectionError: I/O errors of its core. RuntimeError, SystemError, AttributeError and
 #: AssertionError: Ray has been shut down in this process, or is being shut down.
 _OTHER_RAY_FAILURES = (ValueError, OSError, RuntimeError, SystemError, AttributeError, AssertionError)
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+#: The line of a traceback that says where; Ray also puts marks below what it leaves out.
+_FRAME = re.compile(r"\s*(File \"|[\^~]+$)")
+#: How Ray begins the text of an actor that ended because its constructor raised.
+FAILED_CONSTRUCTOR = "The actor died because of an error raised in its creation task"
 
 
 def _has_rays_objects_only() -> bool:
@@ -123,7 +130,7 @@ def ray_failures(what: str) -> Iterator[None]:
         cause = error.cause
         if isinstance(cause, KVStoreError):
             raise cause from error
-        raise KVStoreError(f"{what}: {error}") from error
+        raise KVStoreError(f"{what}: {_in_brief(error)}") from error
     except KVStoreError:
         raise
     except (ray_errors.GetTimeoutError, TimeoutError) as error:
@@ -131,9 +138,26 @@ def ray_failures(what: str) -> Iterator[None]:
             f"{what}: no answer in time ({type(error).__name__}): it hangs, or the machine is busy; try again"
         ) from error
     except (ray_errors.RayError, *_OTHER_RAY_FAILURES) as error:
-        raise PeerLost(f"{what}: {type(error).__name__}: {error}") from error
+        raise PeerLost(f"{what}: {type(error).__name__}: {_in_brief(error)}") from error
     finally:
         _own_calls.depth -= 1
+
+
+def _in_brief(error: BaseException) -> str:
+    """Return an error's text without colours, and of a traceback in it only the error at its end.
+
+    The whole text stays in the `__cause__` of what is raised.
+    """
+    text = _COLOUR.sub("", str(error))
+    lines = text.splitlines()
+    frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
+    if not frames:
+        return text
+    end = next((number for number in range(frames[-1] + 1, len(lines)) if lines[number][:1].strip()), None)
+    if end is None:
+        return text
+    begins = f"{FAILED_CONSTRUCTOR}: " if text.startswith(FAILED_CONSTRUCTOR) else ""
+    return begins + "\n".join(lines[end:])
 
 
 def is_silent(error: KVStoreError) -> bool:

@@ -13,6 +13,7 @@ from ray.core.generated import gcs_pb2
 
 from kvstore import __version__
 from kvstore.actors.calls import (
+    FAILED_CONSTRUCTOR,
     RAY_NAMESPACE,
     actor_name,
     answer,
@@ -46,7 +47,7 @@ def own_version() -> str:
 
 def has_constructor_failed(error: KVStoreError) -> bool:
     """Return whether an actor ended because its constructor raised; it would raise again."""
-    return "creation task" in str(error)  # Ray's words for it.
+    return FAILED_CONSTRUCTOR in str(error)
 
 
 def constructor_refusal(error: KVStoreError) -> str:
@@ -54,7 +55,6 @@ def constructor_refusal(error: KVStoreError) -> str:
     text = str(error)
     if not has_constructor_failed(error) or _CONFIG_ERROR not in text:
         return ""
-    # Only that text: before it stand the tracebacks of its process.
     return text.rpartition(_CONFIG_ERROR)[2].lstrip(": ").strip()
 
 

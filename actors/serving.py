@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from kvstore.actors.calls import call, ray_failures
 from kvstore.actors.finding import constructor_pid
@@ -142,6 +143,8 @@ class ServedNodes:
             return
         self._told[node_id] = reason
         log_life("node_without_store", level=logging.WARNING, store=self._store, node=node_id, reason=error)
+        if isinstance(error.__cause__, RayError):  # The reason is its last line.
+            logger.warning("node %s has no store; the whole error: %s", node_id, error.__cause__)
 
     def ended(self, node_id: str) -> None:
         """Note that the store of a node has ended, and that the next one is made."""

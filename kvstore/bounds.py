@@ -44,6 +44,8 @@ DIGEST_BYTES = 32
 #: Where a node may listen for subscribers: a port of some or all of its addresses, or a file.
 _ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:]{2,45}\]):([0-9]{1,5})|ipc:///[^\0]{1,90}")
 _MOST_PORT = 65535
+#: A port that is too long to be one.
+_LONG_PORT = re.compile(r"tcp://.{1,253}:([0-9]{6,18})")
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -199,7 +201,10 @@ def check_endpoint(name: str, value: str) -> str:
         ConfigError: it is neither "tcp://HOST:PORT" nor "ipc://PATH".
     """
     match = _ENDPOINT.fullmatch(value)
-    if match is None or int(match.group(1) or 0) > _MOST_PORT:
+    port = _LONG_PORT.fullmatch(value) if match is None else match
+    if port is not None and int(port.group(1) or 0) > _MOST_PORT:
+        raise ConfigError(f"{name}: wanted a port from 0 to {_MOST_PORT}, got {clip(value)}; 0 takes a free one")
+    if match is None:
         raise ConfigError(
             f"{name}: wanted an address like 'tcp://*:5557' or 'ipc:///run/raykv.ipc', got {clip(value)}; "
             "port 0 takes a free one"

@@ -81,6 +81,7 @@ def start(ctx: click.Context, /, address: str | None, local: bool, timeout_s: fl
     The store outlives this command and serves until `kvstore stop`; nodes that join later get one too. Run
     again with the same settings it changes nothing.
     """
+    from kvstore.actors.session.joining import join_ray
     from kvstore.api import start as start_store
 
     if local and address:
@@ -102,11 +103,14 @@ def start(ctx: click.Context, /, address: str | None, local: bool, timeout_s: fl
             "wanted a Ray that outlives this command, got 'local', which begins one that would end with it; leave "
             "address= and RAY_ADDRESS out, or use `kvstore start --local`, which stays in the foreground"
         )
+    # RAY_ADDRESS is not passed on as address=, because errors would then call it an option.
+    wanted, is_named = address or (None if named else "auto"), named not in (None, "auto")
     try:
         with progress() as say:
-            say(f"starting store {settings['name']!r}")
-            # RAY_ADDRESS is not passed on as address=, because errors would then call it an option.
-            store = start_store(address=address or (None if named else "auto"), **settings)
+            joined = join_ray(wanted, may_start=False, deadline_s=time.monotonic() + timeout_s)
+            why = "" if is_named else f" ({joined.why})"
+            say(f"starting store {settings['name']!r} in the Ray at {joined.session.address}{why}")
+            store = start_store(address=wanted, **settings)
     except StoreNotRunning as error:
         if named:
             raise
@@ -210,10 +214,12 @@ def doctor(
     That, and --roundtrip, may take minutes on a busy machine. Nothing is changed. Exit status 1 when a row says fail.
     """
     from kvstore.actors.doctor.diagnose import check_idle, check_roundtrip, ray_checks
+    from kvstore.actors.doctor.own_folder import check_path
 
     if disk_path and not roundtrip:
         raise click.UsageError("--disk-path is for --roundtrip; give both")
-
+    if disk_path:
+        check_path(disk_path)
     looks = [*machine_checks(), *ray_checks(address)]
     if not no_idle:
         looks.append((f"what an idle store costs, over {idle_seconds:g} s", lambda: check_idle(idle_seconds)))

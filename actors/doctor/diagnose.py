@@ -26,7 +26,7 @@ from kvstore.actors.doctor.own_folder import own_folder
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, StoreUnavailable, TransferTimeout
+from kvstore.errors import ConfigError, KVStoreError, StoreUnavailable, TransferTimeout
 from kvstore.tools.doctor import Check, Look, Status
 from kvstore.tools.provenance import package_version
 
@@ -152,6 +152,9 @@ def check_roundtrip(disk_path: str | None) -> Check:
     try:
         with _private_ray() as (private, folder), own_folder(disk_path or f"{folder}/disk") as disk:
             seen = _ask(["roundtrip", disk], private, _ROUND_S)
+    except ConfigError as error:
+        fix = "give a --disk-path that this user can make or write"
+        return Check(name=name, status=Status.FAIL, found=f"not done: {error}", fix=fix)
     except KVStoreError as error:
         fix = "see the rows NIXL, Memory and Lane on this host; docs/disk.md says what a disk tier needs"
         return Check(name=name, status=Status.FAIL, found=f"not done: {error}", fix=fix)

@@ -13,6 +13,19 @@ from kvstore.bounds import clip
 from kvstore.errors import ConfigError
 
 
+def check_path(path: str) -> None:
+    """Check the form of a path for the round trip's disk tier.
+
+    Raises:
+        ConfigError: it is not absolute.
+    """
+    if not Path(path).is_absolute() or "\0" in path:
+        raise ConfigError(
+            f"disk_path: wanted an absolute path, got {clip(path)}; the stores of all nodes use it: give one that "
+            f"begins with /, like {os.path.abspath(path.replace(chr(0), ''))}"
+        )
+
+
 @contextlib.contextmanager
 def own_folder(path: str) -> Iterator[str]:
     """Yield a new folder below `path`. It is removed afterwards, also after an error.
@@ -23,9 +36,8 @@ def own_folder(path: str) -> Iterator[str]:
     Raises:
         ConfigError: no folder can be made there; nothing is left.
     """
+    check_path(path)
     base = Path(path)
-    if not base.is_absolute() or "\0" in path:
-        raise ConfigError(f"disk_path: wanted an absolute path, got {clip(path)}; the stores of all nodes use it")
     missing = [folder for folder in (base, *base.parents) if not os.path.exists(folder)]
     own = None
     try:

@@ -108,8 +108,10 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
         found, why = find_ray(deadline_s)
         if found is None and named is None and may_start:
             named, passed_by = LOCAL, tuple(one.address for one in rays_here() if one.outlives_starter)
+        elif found is None:
+            named, why = _only_ray_here(), "the only Ray of this user on this machine"
         else:
-            named = found or _only_ray_here()
+            named = found
     if named == LOCAL:
         ensure_token()
         _begin_ray(deadline_s)

@@ -85,9 +85,14 @@ def run_disk(
     """
     for size in block_bytes:
         if not 0 < size <= MAX_BLOCK_BYTES or size % PAGE_BYTES:
-            raise InvalidRequest(f"block_bytes: wanted a multiple of {PAGE_BYTES}, got {size}")
+            raise InvalidRequest(
+                f"--block-bytes: wanted a multiple of {PAGE_BYTES}, at most {MAX_BLOCK_BYTES}, got {size}"
+            )
         if num_bytes < 2 * size:
-            raise InvalidRequest(f"num_bytes: wanted at least two blocks of {size} bytes, got {num_bytes}")
+            raise InvalidRequest(
+                f"--size: wanted {2 * size} bytes or more, for two blocks of {size}, got {num_bytes}; raise it, or "
+                "lower --block-bytes"
+            )
     rows = list[dict[str, Any]]()
     for size in block_bytes:
         rows += _run_size(folder, num_bytes // size, size, rounds, progress)

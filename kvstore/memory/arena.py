@@ -16,16 +16,15 @@ import mmap
 import os
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
 
 import numpy as np
 
 from kvstore.errors import ConfigError
+from kvstore.memory.room import check_room
 from kvstore.runtime.forks import unmapped, withhold
 
 logger = logging.getLogger(__name__)
 
-_HEADROOM_BYTES = 256 << 20
 _ADVISE_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
@@ -38,38 +37,6 @@ _madvise, _mmap = _libc.madvise, _libc.mmap
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _mmap.restype = ctypes.c_void_p
-
-
-def available_bytes() -> tuple[int, str]:
-    """Return how much memory this process may still take, and the name of the limit."""
-    meminfo = Path("/proc/meminfo").read_text()
-    fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if ":" in line}
-    best, source = fields.get("MemAvailable", fields["MemFree"]), "free memory of this machine"
-    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    for folder in _cgroup_folders():
-        for limit_name, used_name in names:
-            try:
-                limit = (folder / limit_name).read_text().strip()
-                used = int((folder / used_name).read_text())
-            except (OSError, ValueError):
-                continue
-            if limit.isdigit() and int(limit) - used < best:
-                best, source = int(limit) - used, f"cgroup limit {folder / limit_name}"
-    return max(best, 0), source
-
-
-def _cgroup_folders() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
-    folders = [root, root / "memory"]
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            base = root / "memory" if "memory" in controllers.split(",") else root
-            own = base / path.lstrip("/")
-            folders += [own, *[p for p in own.parents if p.is_relative_to(root)]]
-    except (OSError, ValueError):
-        pass
-    return list(dict.fromkeys(folders))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +115,6 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
     except OSError as error:
         os.close(fd)
         raise ConfigError(f"could not allocate {num_bytes} bytes of shared memory: {error}; lower capacity=") from error
-
-
-def check_room(num_bytes: int, freed_bytes: int = 0) -> None:
-    """Check that there is memory for a slab.
-
-    Args:
-        num_bytes: size of the slab.
-        freed_bytes: of another slab that is freed before.
-
-    Raises:
-        ConfigError: this machine or container does not have that much memory left.
-    """
-    room, source = available_bytes()
-    room += freed_bytes
-    if num_bytes + _HEADROOM_BYTES > room:
-        raise ConfigError(
-            f"wanted a capacity of {num_bytes} bytes plus {_HEADROOM_BYTES} of headroom, got {room} bytes "
-            f"({source}); lower capacity= or free memory"
-        )
 
 
 def check_memory(fd: int) -> None:

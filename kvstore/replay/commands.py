@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.bounds import MAX_SLOTS, clip
+from kvstore.config import EVICTION_POLICIES
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.tools.commands import JSON, OUTPUT, Command, Group, WrittenFile, parse_size
 from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
+from kvstore.tools.terminal import say_line
 
 if TYPE_CHECKING:
     from kvstore.replay.report import Plan, RealSettings, RunReal
@@ -38,7 +40,7 @@ _MOST_REAL_NODES = 16
     "--policy",
     "policies",
     multiple=True,
-    help="default, lru, bound or all; a comma list, or repeated. Default: all; lru with --mode real.",
+    help="default (or learned), lru, bound or all; a comma list, or repeated. Default: all; lru with --mode real.",
 )
 @click.option(
     "--mode",
@@ -152,7 +154,7 @@ def replay(
     if plot is not None:
         check_plot(plot)
     if num_rows < 0:
-        raise InvalidRequest(f"--rows: wanted 1 or more, got {num_rows}; leave it out for all")
+        raise InvalidRequest(f"--rows: wanted 0 or more, got {num_rows}; 0 takes all")
     wanted_bytes = parse_size("--block-bytes", block_bytes) if block_bytes else 0
     if is_real and plot is not None:
         raise InvalidRequest("--plot: wanted --mode simulate with it, got real; leave one of them out")
@@ -170,11 +172,12 @@ def replay(
         )
     rates = Rates(prefill_tokens_per_s, load_gb_per_s, wanted_bytes or found.block_tokens * TOKEN_BYTES)
     num_replays = len(plan.policies) * len(plan.capacities) * (1 + is_real)
-    with progress_bar(num_replays, len(found.requests)) as begin:
+    with progress_bar(num_replays, len(found.requests), is_long=is_real) as begin:
         rows = run_plan(found, plan, rates, begin)
         if is_real:
             if run_real is None:
                 raise ConfigError("--mode real: wanted to be called as `kvstore replay`, got a call without Ray; do so")
+            say_line(f"starting a Ray of {plan.num_nodes} node(s) for real stores")
             pairs = zip(run_real(found, plan, settings, begin), rows, strict=True)
             rows = [row for real, same in pairs for row in ({"mode": mode, **real}, {"mode": "simulate", **same})]
     if not as_json:  # Before files are written, so that a full disk does not lose it.
@@ -228,7 +231,9 @@ def _real_settings(plan: Plan, block_bytes: int, disk_path: str, wait_written: b
 def _policies(texts: Sequence[str], default: str) -> list[str]:
     from kvstore.replay.report import POLICIES
 
-    words = _words(texts) or [default]
+    # The name that `kvstore start --eviction` has for it.
+    words = list(dict.fromkeys("default" if word == EVICTION_POLICIES[0] else word for word in _words(texts)))
+    words = words or [default]
     for word in words:
         if word not in (*POLICIES, "all"):
             raise ConfigError(

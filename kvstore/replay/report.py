@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvstore.bounds import MAX_SLOTS, clip
@@ -21,12 +21,14 @@ from kvstore.replay.bound import replay_bound
 from kvstore.replay.model import Rates, first_token_s, percentile
 from kvstore.replay.simulate import POOL_POLICIES, ROUTINGS, Nodes, replay_pools, replay_tiers
 from kvstore.replay.traces import Found, Outcome, TierOutcome, Trace
+from kvstore.tools.terminal import say_line
 
 POLICIES = (*POOL_POLICIES, "bound")
 MAX_NODES = 1024
 _FILE_CHARS = 150
 #: The bar moves once in so many requests: it would be seen in the microseconds of a reference.
 _TICKS_SHOWN = 64
+_LINE_EVERY_S = 5.0
 Rows = list[dict[str, Any]]
 #: Of the table: title, name in a row, and its form. A column that no row has is left out.
 _COLUMNS = (
@@ -236,13 +238,22 @@ def show_table(trace: Trace, rows: Rows) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(num_replays: int, num_requests: int) -> Iterator[Callable[[str], Callable[[], None]]]:
-    """Yield the `begin` of `run_plan`, which shows a bar on stderr; nothing where that is no terminal."""
+def progress_bar(
+    num_replays: int, num_requests: int, *, is_long: bool = False
+) -> Iterator[Callable[[str], Callable[[], None]]]:
+    """Yield the `begin` of `run_plan`, which shows a bar on stderr; where that is no terminal nothing, or lines.
+
+    Args:
+        num_replays: how often `begin` is called.
+        num_requests: of each replay.
+        is_long: whether each request takes so long that every one is shown, and lines without a terminal.
+    """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield lambda name: _nothing
+        yield (lambda name: _lines(name, num_requests)) if is_long else (lambda name: _nothing)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    shown = 1 if is_long else _TICKS_SHOWN
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=4) as bar:
         task = bar.add_task("", total=num_replays * num_requests)
 
@@ -251,8 +262,8 @@ def progress_bar(num_replays: int, num_requests: int) -> Iterator[Callable[[str]
             ticks = itertools.count(1)
 
             def tick() -> None:
-                if not next(ticks) % _TICKS_SHOWN:
-                    bar.advance(task, _TICKS_SHOWN)
+                if not next(ticks) % shown:
+                    bar.advance(task, shown)
 
             return tick
 
@@ -261,3 +272,18 @@ def progress_bar(num_replays: int, num_requests: int) -> Iterator[Callable[[str]
 
 def _nothing() -> None:
     """Show nothing."""
+
+
+def _lines(name: str, num_requests: int) -> Callable[[], None]:
+    """Say on stderr that a replay begins, and return what says now and then how far it is."""
+    say_line(f"{name}: 0 of {num_requests:,} requests")
+    num_done, said_s = 0, time.monotonic()
+
+    def tick() -> None:
+        nonlocal num_done, said_s
+        num_done += 1
+        if time.monotonic() - said_s >= _LINE_EVERY_S or num_done == num_requests:
+            say_line(f"{name}: {num_done:,} of {num_requests:,} requests")
+            said_s = time.monotonic()
+
+    return tick

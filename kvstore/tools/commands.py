@@ -42,6 +42,8 @@ _OWN_SETTINGS = (
     (_BEGINS + r"disk_write_bytes_per_day: ", "--disk-write-budget: "),
     (_BEGINS + r"disk_timeout_s: ", "--disk-timeout: "),
     (_BEGINS + r"disk_path: ", "--disk-path: "),
+    (_BEGINS + r"events_endpoint: ", "--events-endpoint: "),
+    (_BEGINS + r"events_replay_endpoint: ", "--events-replay-endpoint: "),
     (
         r"^disk_capacity_bytes: wanted disk_path and disk_capacity_bytes together",
         "wanted --disk-path and --disk-capacity",
@@ -50,8 +52,16 @@ _OWN_SETTINGS = (
     (_BEGINS + r"block_bytes: ", "--block-bytes: "),
     (_BEGINS + r"capacity_bytes: ", "--capacity: "),
 )
-#: Numbers this large in errors about settings are sizes.
-_SIZE = re.compile(r"\b[0-9]{6,15}\b")
+#: The same for a benchmark that has a store's parts and other options.
+_BENCH_DISK = (
+    (r"\bcapacity=(?=[ ,;.]|$)|--capacity\b", "--size"),
+    (r"\bdisk_path=(?=[ ,;.]|$)", "--path"),
+    (_BEGINS + r"(?:disk_)?path: ", "--path: "),
+    (_BEGINS + r"disk_capacity_bytes: ", "--size: "),
+)
+_BY_COMMAND = {"restart": (), "disk": _BENCH_DISK}
+#: Numbers this large in errors about settings are sizes, but not behind a colon, where ports are.
+_SIZE = re.compile(r"(?<!:)\b[0-9]{6,15}\b")
 NAME = click.option("--name", default="default", show_default=True, help="Which store of the cluster.")
 ADDRESS = click.option(
     "--address",
@@ -65,7 +75,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdou
 def _in_own_words(error: KVStoreError, command: str | None) -> str:
     """Return an error's text in one line, with options of a command in place of Python's arguments."""
     text = " ".join(str(error).split())
-    for pattern, words in (*_OWN_WORDS, *(() if command == "restart" else _OWN_SETTINGS)):
+    for pattern, words in (*_OWN_WORDS, *_BY_COMMAND.get(command or "", _OWN_SETTINGS)):
         text = re.sub(pattern, words, text)
     if isinstance(error, ConfigError):
         text = _SIZE.sub(lambda size: f"{size[0]} ({human_bytes(int(size[0]))})", text)

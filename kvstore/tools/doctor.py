@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from kvstore.memory.arena import available_bytes
+from kvstore.memory.room import find_room
 from kvstore.tools.lane_probe import LaneReport, probe_lane, probe_plugins
 from kvstore.tools.provenance import package_version
 
@@ -171,9 +171,13 @@ def check_cuda() -> Check:
 
 def check_memory() -> Check:
     """Check how large an arena may be, and which limit decides."""
-    room, source = available_bytes()
-    found = f"{human_bytes(room)} for stores and engines, limited by the {source}"
-    check = Check(name="Memory", found=found, values={"room_bytes": room, "source": source})
+    found_room = find_room()
+    room, kept = found_room.room_bytes, found_room.kept_bytes
+    found = f"{human_bytes(room)} for stores and engines, limited by the {found_room.source}"
+    if kept:
+        found += f"; {human_bytes(kept)} more must stay free for Ray ({found_room.kept_by})"
+    values = {"room_bytes": room, "source": found_room.source, "kept_bytes": kept}
+    check = Check(name="Memory", found=found, values=values)
     if room < 320 * _MIB:
         fix = "free memory or raise the limit: a store needs its capacity and 256 MiB of headroom"
         return replace(check, status=Status.FAIL, fix=fix)

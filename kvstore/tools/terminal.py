@@ -247,7 +247,8 @@ def _shown(key: str, value: str | int) -> str:
     return human_bytes(value) if key.endswith("_bytes") else f"{value:,}"
 
 
-def _say_line(text: str) -> None:
+def say_line(text: str) -> None:
+    """Print a line on stderr; where nobody reads it any more it is lost."""
     # Not with rich: it ends the process where the pipe is broken.
     with contextlib.suppress(OSError, ValueError):
         click.echo(text, err=True)
@@ -261,7 +262,7 @@ def progress() -> Iterator[Callable[[str], None]]:
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield _say_line
+        yield say_line
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, redirect_stdout=False) as spinner:

@@ -36,6 +36,36 @@ def initialised(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
 
+CONSTRUCTOR = """\
+The actor died because of an error raised in its creation task, \x1b[36mray::A.__init__()\x1b[39m (pid=1, ip=192.0.2.2)
+
+The above exception was the direct cause of the following exception:
+
+\x1b[36mray::A.__init__()\x1b[39m (pid=1, ip=192.0.2.2)
+           ^^^^^^^^
+  File "/x/node_store.py", line 10, in __init__
+    raise OSError("gone") from error
+OSError: the disk
+  is gone"""
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (CONSTRUCTOR, "The actor died because of an error raised in its creation task: OSError: the disk\n  is gone"),
+        (CONSTRUCTOR.partition("\n\n")[2], "OSError: the disk\n  is gone"),
+        ("\x1b[31mno frames\x1b[0m\nhere", "no frames\nhere"),
+        ('  File "x.py", line 1\n    cut off', '  File "x.py", line 1\n    cut off'),
+    ],
+)
+def test_of_a_traceback_only_the_error_at_its_end_is_said(initialised, monkeypatch, said, text):
+    monkeypatch.setattr(ray_errors.ActorDiedError, "__str__", lambda self: said)
+    with pytest.raises(PeerLost) as caught, ray_failures("asking"):
+        raise ray_errors.ActorDiedError
+    assert str(caught.value) == f"asking: ActorDiedError: {text}"
+    assert str(caught.value.__cause__) == said
+
+
 def test_the_tree_is_a_tree():
     assert len(RAY_ERRORS) > 30
 

@@ -26,6 +26,7 @@ def test_start_status_stop(ray_cluster):
         started = run("start", "--name", NAME, "--capacity", "64MiB", "--address", ray_cluster.address)
         assert started.exit_code == 0, started.output
         assert started.stdout == f"store '{NAME}' runs on 2 node(s) of the Ray at {ray_cluster.address}, 64 MiB each\n"
+        assert started.stderr.splitlines()[0] == f"starting store '{NAME}' in the Ray at {ray_cluster.address}"
 
         result = run("status", "--name", NAME, "--json")
         assert result.exit_code == 0, result.output

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.memory.room import find_room
+
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,3 +63,19 @@ def test_local_ends_when_others_stop_its_store():
         subprocess.run([sys.executable, "-c", script], env=environment, timeout=60, check=True)
         assert process.wait(30) == 0
         assert process.stdout.read() == "store 'elsewhere' was stopped by another process; its Ray ends with it\n"
+
+
+def test_a_capacity_that_rays_memory_monitor_would_punish_is_refused(monkeypatch):
+    """The store's process has the variable from its raylet."""
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.5")
+    room = find_room()
+    if room.room_bytes < 1 << 30:
+        pytest.skip("half of this machine's memory is used")
+    code = "from kvstore.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "start", "--local", "--capacity", str(room.room_bytes), "--name", "punished"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Ray ends processes when less than" in done.stderr
+    assert "RAY_memory_usage_threshold=0.5" in done.stderr

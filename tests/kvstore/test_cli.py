@@ -12,6 +12,7 @@ from click.testing import CliRunner
 import kvstore
 from kvstore import api, cli
 from kvstore.actors.session import joining
+from kvstore.actors.session.rays import RaySession
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning
 from kvstore.tools import terminal
 from kvstore.tools.doctor import Check, Status
@@ -61,6 +62,14 @@ def test_version():
 
 def fail(*_: object, **__: object) -> None:
     raise StoreNotRunning("no store;\n  start\n  one")
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The Ray at h:1 is joined, whatever runs here."""
+    session = RaySession("h:1", "session", False)
+    found = joining.Joined(session, False, True, "the only Ray of this user on this machine")
+    monkeypatch.setattr(joining, "join_ray", lambda *_, **__: found)
 
 
 @pytest.mark.parametrize("words", [["status"], ["stop"]])
@@ -148,7 +157,7 @@ def test_a_bad_size_is_one_line(monkeypatch):
     assert result.stderr.count("\n") == 1
 
 
-def test_without_a_ray_start_says_what_to_do(monkeypatch):
+def test_without_a_ray_start_says_what_to_do(joined, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(api, "start", fail)
     result = run("start")
@@ -157,14 +166,33 @@ def test_without_a_ray_start_says_what_to_do(monkeypatch):
     assert "--local" in result.stderr
 
 
-def test_a_named_address_that_does_not_answer_keeps_its_own_error(monkeypatch):
+def test_a_named_address_that_does_not_answer_keeps_its_own_error(joined, monkeypatch):
     monkeypatch.setattr(api, "start", fail)
     result = run("start", "--address", "127.0.0.1:1")
     assert result.exit_code == 2
     assert "no store; start one" in result.stderr
 
 
-def test_start_passes_what_it_was_given(monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "variable", "says"),
+    [
+        ([], None, " (the only Ray of this user on this machine)"),
+        ([], "auto", " (the only Ray of this user on this machine)"),
+        ([], "h:1", ""),
+        (["--address", "h:1"], None, ""),
+    ],
+)
+def test_the_first_line_of_start_names_the_ray_and_why_where_nobody_named_it(
+    joined, monkeypatch, words, variable, says
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    monkeypatch.setattr(api, "start", fail)
+    assert run("start", *words).stderr.splitlines()[0] == f"starting store 'default' in the Ray at h:1{says}"
+
+
+def test_start_passes_what_it_was_given(joined, monkeypatch):
     seen = {}
 
     class Store:
@@ -190,7 +218,7 @@ def test_start_passes_what_it_was_given(monkeypatch):
     }  # fmt: skip
 
 
-def test_start_names_quotas_that_bound_nothing(monkeypatch):
+def test_start_names_quotas_that_bound_nothing(joined, monkeypatch):
     class Store:
         address = "h:1"
         config = kvstore.StoreConfig(
@@ -208,7 +236,7 @@ def test_start_names_quotas_that_bound_nothing(monkeypatch):
     ]
 
 
-def test_start_names_quotas_below_a_slot_and_a_disk_below_the_memory(monkeypatch):
+def test_start_names_quotas_below_a_slot_and_a_disk_below_the_memory(joined, monkeypatch):
     class Store:
         address = "h:1"
         config = kvstore.StoreConfig(
@@ -251,7 +279,7 @@ def started_with(monkeypatch, *words: str) -> dict:
     return {name: value for name, value in seen.items() if name not in always}
 
 
-def test_start_passes_the_options_of_the_disk(monkeypatch):
+def test_start_passes_the_options_of_the_disk(joined, monkeypatch):
     disk = ("--disk-path", "/disk", "--disk-capacity", "100GiB")
     assert started_with(monkeypatch, *disk) == {"disk_path": "/disk", "disk_capacity": 100 << 30}
     rest = (
@@ -271,14 +299,14 @@ def test_start_passes_the_options_of_the_disk(monkeypatch):
     }  # fmt: skip
 
 
-def test_start_passes_the_watermarks(monkeypatch):
+def test_start_passes_the_watermarks(joined, monkeypatch):
     disk = ("--disk-path", "/disk", "--disk-capacity", "100GiB")
     assert started_with(monkeypatch, *disk, "--low-watermark", "0.1", "--high-watermark", "0.2") == {
         "disk_path": "/disk", "disk_capacity": 100 << 30, "low_watermark": 0.1, "high_watermark": 0.2,
     }  # fmt: skip
 
 
-def test_start_passes_the_addresses_of_events(monkeypatch):
+def test_start_passes_the_addresses_of_events(joined, monkeypatch):
     disk = ("--disk-path", "/disk", "--disk-capacity", "100GiB")
     addresses = ("--events-endpoint", "tcp://*:5557", "--events-replay-endpoint", "tcp://*:5558")
     assert started_with(monkeypatch, *disk, *addresses) == {
@@ -290,7 +318,7 @@ def test_start_passes_the_addresses_of_events(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--events-endpoint", "5557"], "events_endpoint: wanted an address like 'tcp://*:5557'"),
+        (["--events-endpoint", "5557"], "--events-endpoint: wanted an address like 'tcp://*:5557'"),
         (["--low-watermark", "0.2", "--high-watermark", "0.1"], "low_watermark, high_watermark: wanted both 0, or"),
         (["--disk-path", "/d"], "--disk-path and --disk-capacity: wanted both"),
         (["--disk-capacity", "1GiB"], "--disk-path and --disk-capacity: wanted both"),
@@ -693,6 +721,48 @@ def test_bench_disk_shows_speed_cost_and_share(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--size", "1MiB"], "--size: wanted 4194304 bytes or more, for two blocks of 2097152, got 1048576; raise it"),
+        (["--block-bytes", "5"], "--block-bytes: wanted a multiple of 4096, at most"),
+        (["--size", "4096TiB"], "--size: wanted room for"),
+        (["--path", "/proc"], "ConfigError: --path: wanted a folder that can be written to, got /proc"),
+    ],
+)
+def test_bench_disk_names_its_own_options(tmp_path, words, says):
+    result = run("bench", "disk", "--path", str(tmp_path), *words)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "disk-path" not in result.stderr
+    assert "disk-capacity" not in result.stderr
+
+
+def test_bench_disk_speaks_of_the_size_where_memory_is_short(monkeypatch, tmp_path):
+    from kvstore.bench import disk
+
+    def refuse(num_bytes):
+        raise ConfigError("wanted a capacity of 5 bytes, got 3; lower capacity= or free memory")
+
+    monkeypatch.setattr(disk, "create_arena", refuse)
+    result = run("bench", "disk", "--path", str(tmp_path), "--size", "8MiB")
+    assert "lower --size or free memory" in result.stderr
+
+
+def test_a_port_is_no_size():
+    result = run("start", "--address", "h:1", "--events-endpoint", "tcp://*:22222222")
+    assert result.exit_code == 2
+    assert "ConfigError: --events-endpoint: wanted a port from 0 to 65535, got 'tcp://*:22222222'" in result.stderr
+
+
+def test_the_doctor_wants_an_absolute_path_before_it_looks_at_anything(monkeypatch):
+    monkeypatch.setattr(cli, "machine_checks", lambda: pytest.fail("it looks"))
+    result = run("doctor", "--roundtrip", "--disk-path", "rel")
+    assert result.exit_code == 2
+    assert "--disk-path: wanted an absolute path, got 'rel'" in result.stderr
+    assert "give one that begins with /" in result.stderr
+
+
 def test_bench_disk_wants_a_folder_that_is_there(tmp_path):
     result = run("bench", "disk", "--path", str(tmp_path / "missing"))
     assert (result.exit_code, result.stdout) == (2, "")
@@ -729,7 +799,7 @@ def test_a_load_that_is_shorter_than_a_block_is_refused_before_anything_is_start
     assert "load_bytes: wanted at least one block of 524288 bytes, got 102400" in result.output
 
 
-def test_start_takes_any_setting_by_its_name(monkeypatch):
+def test_start_takes_any_setting_by_its_name(joined, monkeypatch):
     words = ("--set", "num_directory_shards=4", "--set", "lease_ttl_s=60", "--set", "metrics=false")
     disk = ("--disk-path", "/disk", "--set", "disk_capacity_bytes=100GiB")
     assert started_with(monkeypatch, *disk, *words) == {
@@ -738,7 +808,7 @@ def test_start_takes_any_setting_by_its_name(monkeypatch):
     }  # fmt: skip
 
 
-def test_every_option_of_start_that_is_a_setting_agrees_with_set(monkeypatch):
+def test_every_option_of_start_that_is_a_setting_agrees_with_set(joined, monkeypatch):
     written = {
         "capacity_bytes": ("--capacity", "2GiB", "2GiB"), "block_bytes": ("--block-bytes", "64KiB", "64KiB"),
         "lane": ("--lane", "tcp", "tcp"), "name": ("--name", "a", "a"), "eviction": ("--eviction", "lru", "lru"),

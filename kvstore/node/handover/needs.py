@@ -10,7 +10,7 @@ from kvstore.bounds import clip
 from kvstore.config import StoreConfig
 from kvstore.disk.folder import check_folder
 from kvstore.errors import ConfigError
-from kvstore.memory.arena import check_room
+from kvstore.memory.room import check_room
 from kvstore.node.core import NodeCore
 from kvstore.node.events.outlet import Limits, Outlet
 

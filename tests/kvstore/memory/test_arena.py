@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.memory import arena
+from kvstore.memory import room
 from kvstore.memory.arena import attach_arena, create_arena
 
 NUM_BYTES = 3 * 65536 + 4096
@@ -66,7 +66,7 @@ def test_the_view_is_at_the_address(slab):
 
 
 def test_more_than_there_is_is_refused_with_both_numbers(monkeypatch):
-    monkeypatch.setattr(arena, "available_bytes", lambda: (300 << 20, "cgroup limit /x/memory.max"))
+    monkeypatch.setattr(room, "find_room", lambda: room.Room(300 << 20, "cgroup limit /x/memory.max"))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError) as caught:
         create_arena(100 << 20)
@@ -78,11 +78,11 @@ def test_more_than_there_is_is_refused_with_both_numbers(monkeypatch):
 
 
 def test_a_terabyte_too_much_is_refused_by_this_machine():
-    room, source = arena.available_bytes()
-    assert room > 0
-    assert source
-    with pytest.raises(ConfigError, match=re.escape(str(room + (1 << 40)))):
-        create_arena(room + (1 << 40))
+    found = room.find_room()
+    assert found.free_bytes > 0
+    assert found.source
+    with pytest.raises(ConfigError, match=re.escape(str(found.free_bytes + (1 << 40)))):
+        create_arena(found.free_bytes + (1 << 40))
 
 
 def test_a_failed_allocation_leaves_no_descriptor(monkeypatch):
@@ -94,17 +94,6 @@ def test_a_failed_allocation_leaves_no_descriptor(monkeypatch):
     with pytest.raises(ConfigError, match="No space left"):
         create_arena(65536)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_limits_of_cgroups_count(monkeypatch, tmp_path):
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("400\n")
-    monkeypatch.setattr(arena, "_cgroup_folders", lambda: [tmp_path / "missing", tmp_path])
-    assert arena.available_bytes() == (600, f"cgroup limit {tmp_path / 'memory.max'}")
-    (tmp_path / "memory.current").write_text("1400\n")
-    assert arena.available_bytes()[0] == 0
-    (tmp_path / "memory.max").write_text("max\n")
-    assert arena.available_bytes()[1] == "free memory of this machine"
 
 
 def test_a_forked_child_has_no_mapping(slab):

@@ -134,6 +134,11 @@ def test_a_real_replay_gets_the_plan_and_stands_beside_the_simulator(trace):
     assert (settings.block_bytes, settings.disk_path, settings.is_settled) == (65536, str(Path("d").absolute()), True)
 
 
+def test_the_stores_own_policy_has_the_name_that_start_gives_it(trace):
+    rows = json.loads(run("replay", trace, "--blocks", "50", "--policy", "learned,default", "--json").stdout)
+    assert [row["policy"] for row in rows] == ["default"]
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "says"),
     [
@@ -151,7 +156,7 @@ def test_a_real_replay_gets_the_plan_and_stands_beside_the_simulator(trace):
         (["--blocks", "9", "--load-gb-per-s", "0"], "InvalidRequest", "--load-gb-per-s: wanted a number above 0, got"),
         (["--blocks", "9", "--block-bytes", "0"], "InvalidRequest", "--block-bytes: wanted a number above 0, got 0"),
         (["--blocks", "9", "--block-bytes", "x"], "ConfigError", "--block-bytes: wanted a size"),
-        (["--blocks", "9", "--rows", "-1"], "InvalidRequest", "--rows: wanted 1 or more, got -1"),
+        (["--blocks", "9", "--rows", "-1"], "InvalidRequest", "--rows: wanted 0 or more, got -1; 0 takes all"),
         (["--blocks", "9", "--disk-blocks", "-1"], "InvalidRequest", "--disk-blocks: wanted 0 to 8388608, got -1"),
         (["--blocks", "9", "--restart-at", "5"], "InvalidRequest", "and --disk-blocks with it, got 5 and None"),
         (["--blocks", "9", "--disk-blocks", "9", "--rows", "5", "--restart-at", "5"], "InvalidRequest",

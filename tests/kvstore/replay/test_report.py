@@ -84,6 +84,18 @@ def test_no_bar_without_a_terminal(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_long_replay_says_how_far_it_is_without_a_terminal(capsys, monkeypatch):
+    times_s = iter([0.0, 2.0, 6.0, 6.0, 7.0, 8.0, 8.0])
+    monkeypatch.setattr(report.time, "monotonic", lambda: next(times_s))
+    with progress_bar(1, 4, is_long=True) as begin:
+        tick = begin("real, lru")
+        for _ in range(4):
+            tick()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [f"real, lru: {done} of 4 requests" for done in (0, 2, 4)]
+
+
 def test_a_bar_on_a_terminal_stands_on_stderr(capsys, monkeypatch):
     class Terminal(report.Console):
         def __init__(self, **settings):

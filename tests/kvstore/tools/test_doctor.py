@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import TransferError
+from kvstore.memory.room import Room
 from kvstore.tools import doctor, lane_probe
 from kvstore.tools.doctor import Check, Status, human_bytes, judge_lane, machine_checks
 from kvstore.tools.lane_probe import LaneReport, probe_lane, probe_plugins, read_transports, ucx_settings, ucx_version
@@ -109,10 +110,11 @@ def test_every_finding_is_plain_json_with_a_remedy_when_it_is_bad(monkeypatch):
     ("room_bytes", "status"), [(1 << 40, Status.OK), (1 << 30, Status.WARN), (1 << 28, Status.FAIL)]
 )
 def test_little_memory_is_found(monkeypatch, room_bytes, status):
-    monkeypatch.setattr(doctor, "available_bytes", lambda: (room_bytes, "cgroup limit"))
+    monkeypatch.setattr(doctor, "find_room", lambda: Room(room_bytes + 5, "cgroup limit", 5, "RAY_some_variable=1"))
     check = doctor.check_memory()
     assert check.status is status
-    assert "cgroup limit" in check.found
+    assert "limited by the cgroup limit, of which Ray wants 5 B left free (RAY_some_variable=1)" in check.found
+    assert (check.values["room_bytes"], check.values["kept_bytes"]) == (room_bytes, 5)
 
 
 def test_locked_memory_fails_only_with_an_rdma_device(monkeypatch):

@@ -12,7 +12,7 @@ from inner_parts import parts_of
 
 from kvstore.client.results import MissReason
 from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable
-from kvstore.memory import arena
+from kvstore.memory import room
 from kvstore.node.handover import giving, taking
 from kvstore.node.handover.giving import hand_over
 from kvstore.node.handover.transfer import handover_path
@@ -222,7 +222,7 @@ def test_memory_of_another_size_needs_room_for_both_at_once(cluster, lives, monk
     hashes = cluster.hashes(4)
     cluster.worker(NODE).save(hashes, range(4))
     lives.give()
-    monkeypatch.setattr(arena, "available_bytes", _once(lambda: (0, "a test"), arena.available_bytes))
+    monkeypatch.setattr(room, "find_room", _once(lambda: room.Room(0, "a test"), room.find_room))
     beginning = lives.take(capacity_bytes=1 << 18)
     assert (beginning.is_warm, "headroom" in beginning.why_cold, memory_files()) == (False, True, 1)
     assert cluster.worker(NODE).save(hashes, range(4)).num_written == 4

@@ -1,0 +1,134 @@
+"""Find how much memory a store may still take on this node, within the limits of the kernel and of Ray.
+
+Ray's memory monitor ends processes of a node, stores and their neighbours alike, long before the kernel would. So a
+store must leave free what the monitor wants free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+
+#: For what grows besides the slab: the store's processes and Ray's.
+_HEADROOM_BYTES = 256 << 20
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+#: The variables of Ray's monitor, and what Ray takes without them.
+_THRESHOLD, _MIN_FREE, _REFRESH = (
+    "RAY_memory_usage_threshold",
+    "RAY_min_memory_free_bytes",
+    "RAY_memory_monitor_refresh_ms",
+)
+_DEFAULTS = {_THRESHOLD: 0.95, _MIN_FREE: -1.0, _REFRESH: 250.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the tightest limit leaves.
+
+    Args:
+        free_bytes: of memory.
+        source: the name of the limit.
+        kept_bytes: of these, what Ray's monitor wants free.
+        kept_by: the variable that says so, with its value.
+    """
+
+    free_bytes: int
+    source: str
+    kept_bytes: int = 0
+    kept_by: str = ""
+
+    @property
+    def room_bytes(self) -> int:
+        """What processes of this node may take together."""
+        return max(self.free_bytes - self.kept_bytes, 0)
+
+
+def find_room() -> Room:
+    """Return what this process may still take, by the environment that it has from its raylet."""
+    meminfo = Path("/proc/meminfo").read_text()
+    fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if ":" in line}
+    total = fields["MemTotal"]
+    limits = [(total, fields.get("MemAvailable", fields["MemFree"]), "free memory of this machine")]
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    watched = 0
+    for folder in _cgroup_folders():
+        for limit_name, used_name in names:
+            try:
+                limit = (folder / limit_name).read_text().strip()
+                used = int((folder / used_name).read_text())
+            except (OSError, ValueError):
+                continue
+            if not limit.isdigit():
+                continue
+            # Ray looks at the outermost group alone, and there in place of the machine if it is the smaller one.
+            if folder in (_CGROUP_ROOT, _CGROUP_ROOT / "memory") and int(limit) < total:
+                watched = len(limits)
+            limits.append((int(limit), int(limit) - used, f"cgroup limit {folder / limit_name}"))
+    kept_bytes, kept_by = ray_kept_bytes(os.environ, limits[watched][0])
+    rooms = [Room(max(free, 0), source) for _, free, source in limits]
+    rooms[watched] = Room(rooms[watched].free_bytes, rooms[watched].source, kept_bytes, kept_by)
+    return min(rooms, key=lambda room: room.free_bytes - room.kept_bytes)
+
+
+def ray_kept_bytes(environment: Mapping[str, str], total_bytes: int) -> tuple[int, str]:
+    """Return how much of a node's memory must stay free lest Ray end processes there, and the variable that says so.
+
+    Args:
+        environment: of the raylet; its workers inherit it.
+        total_bytes: memory of the node.
+    """
+    if _number(environment, _REFRESH) <= 0:
+        return 0, ""
+    threshold, min_free = _number(environment, _THRESHOLD), int(_number(environment, _MIN_FREE))
+    kept_bytes, kept_by = total_bytes - int(total_bytes * threshold), f"{_THRESHOLD}={threshold:g}"
+    if 0 <= min_free < kept_bytes:  # Ray takes the higher one of both limits of what is used.
+        kept_bytes, kept_by = min_free, f"{_MIN_FREE}={min_free}"
+    return max(kept_bytes, 0), kept_by
+
+
+def _number(environment: Mapping[str, str], name: str) -> float:
+    try:
+        return float(environment.get(name, _DEFAULTS[name]))
+    except ValueError:
+        return _DEFAULTS[name]  # A raylet with such a value does not start.
+
+
+def _cgroup_folders() -> list[Path]:
+    root = _CGROUP_ROOT
+    folders = [root, root / "memory"]
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            base = root / "memory" if "memory" in controllers.split(",") else root
+            own = base / path.lstrip("/")
+            folders += [own, *[p for p in own.parents if p.is_relative_to(root)]]
+    except (OSError, ValueError):
+        pass
+    return list(dict.fromkeys(folders))
+
+
+def check_room(num_bytes: int, freed_bytes: int = 0) -> None:
+    """Check that there is memory for a slab.
+
+    Args:
+        num_bytes: size of the slab.
+        freed_bytes: of another slab that is freed before.
+
+    Raises:
+        ConfigError: this machine or container does not have that much memory left.
+    """
+    room = find_room()
+    free_bytes, headroom_bytes = room.free_bytes + freed_bytes, _HEADROOM_BYTES + room.kept_bytes
+    if num_bytes + headroom_bytes > free_bytes:
+        why = (
+            f" (Ray ends processes when less than {room.kept_bytes} bytes of the node's memory are free: "
+            f"{room.kept_by})"
+        )
+        raise ConfigError(
+            f"wanted a capacity of {num_bytes} bytes plus {headroom_bytes} of headroom{why if room.kept_bytes else ''},"
+            f" got {free_bytes} bytes ({room.source}); lower capacity= or free memory"
+        )
