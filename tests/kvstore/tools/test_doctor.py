@@ -113,7 +113,7 @@ def test_little_memory_is_found(monkeypatch, room_bytes, status):
     monkeypatch.setattr(doctor, "find_room", lambda: Room(room_bytes + 5, "cgroup limit", 5, "RAY_some_variable=1"))
     check = doctor.check_memory()
     assert check.status is status
-    assert "limited by the cgroup limit, of which Ray wants 5 B left free (RAY_some_variable=1)" in check.found
+    assert "limited by the cgroup limit; 5 B more must stay free for Ray (RAY_some_variable=1)" in check.found
     assert (check.values["room_bytes"], check.values["kept_bytes"]) == (room_bytes, 5)
 
 
