@@ -153,7 +153,7 @@ class Store:
         shards, name = find_shards(self.config), self.config.name
         return clear_everywhere(space.digest, self._handles(), *shards, name=name, stores_now=self._handles)
 
-    def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, int]:
+    def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, Any]:
         """Take a node out of service for a rolling restart.
 
         The node grants nothing to its workers any more. It hands its most recently used chains to another node, then
@@ -161,10 +161,10 @@ class Store:
         `node_store(id).undrain` puts it back.
 
         Returns:
-            {"num_handed_over", "num_leases", "num_writes", "num_handoffs", "is_drained"}: blocks of these chains that
-            the other node has now, also those that it had before; the leases, writes and hand-offs that were left at
-            the end of the time; and whether none was left and the node still grants nothing. It is False, and the call
-            ends before its time, where another caller put the node back meanwhile.
+            {"num_handed_over", "why_none", "num_leases", "num_writes", "num_handoffs", "is_drained"}: blocks that the
+            other node has now of these chains, also those from before; a text why it has none; the leases, writes and
+            hand-offs that were left at the end; and whether none was left and the node still grants nothing. It is
+            False, and the call ends before its time, where another caller put the node back meanwhile.
 
         Raises:
             StoreNotRunning: the node has no store.

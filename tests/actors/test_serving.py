@@ -7,12 +7,13 @@ import time
 
 import pytest
 import ray
+from ray import exceptions as ray_errors
 
 import kvstore
 from kvstore.actors import serving
 from kvstore.actors.calls import call
-from kvstore.actors.serving import MADE_WITHIN_S, SILENT_S, STUCK_S, ServingWatch
-from kvstore.errors import TransferTimeout
+from kvstore.actors.serving import MADE_WITHIN_S, SILENT_S, STUCK_S, ServedNodes, ServingWatch
+from kvstore.errors import PeerLost, TransferTimeout
 
 pytestmark = pytest.mark.ray
 
@@ -189,3 +190,17 @@ def test_actors_may_be_asked_for_the_first_time_while_others_are_forgotten():
 
     watch.keep(Names({"kept", "new"}))
     assert watch.since_s == {"kept": 1.0, "new": 2.0}
+
+
+def test_the_log_has_the_whole_error_of_a_node_without_a_store(caplog, monkeypatch):
+    """Its reason is only what the traceback ends with."""
+    monkeypatch.setattr(ray_errors.ActorDiedError, "__str__", lambda self: "a traceback\nOSError: gone")
+    error = PeerLost("OSError: gone")
+    error.__cause__ = ray_errors.ActorDiedError()
+    nodes = ServedNodes("default")
+    for _ in range(2):
+        nodes.failed("n1", error)
+    nodes.failed("n2", PeerLost("a reason without more"))
+    assert [text for text in caplog.messages if "whole error" in text] == [
+        "node n1 has no store; the whole error: a traceback\nOSError: gone"
+    ]

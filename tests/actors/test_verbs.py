@@ -272,8 +272,8 @@ def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids
         assert engines[0].client.lookup(chain).num_blocks == 0
         eventually(lambda: [node for node, _ in store.locate(chain)] == [node_ids[1]], 5)
         assert store.drain(node_ids[0], timeout_s=5.0) == {
-            "num_handed_over": left["num_handed_over"], "num_leases": 0, "num_writes": 0, "num_handoffs": 0,
-            "is_drained": True,
+            "num_handed_over": left["num_handed_over"], "why_none": "", "num_leases": 0, "num_writes": 0,
+            "num_handoffs": 0, "is_drained": True,
         }  # fmt: skip
     finally:
         get(kvstore.node_store(node_ids[0]).undrain.remote())
@@ -287,10 +287,27 @@ def test_a_node_that_is_drained_itself_takes_no_chains(store, engines, node_ids,
     try:
         left = store.drain(node_ids[0], timeout_s=2.0)
         assert (left["num_handed_over"], left["is_drained"]) == (0, True)
+        assert node_ids[1] in left["why_none"]
     finally:
         for node_id in node_ids:
             get(kvstore.node_store(node_id).undrain.remote())
     assert engines[1].client.lookup(chain, remote=False).num_local == 0
+
+
+def test_a_node_without_a_client_of_the_namespace_takes_none_and_the_drain_says_so(
+    store, node_ids, make_space, chain_of, open_engine, get
+):
+    space = make_space("on-one-node")
+    engine = open_engine(store, space, node_ids[0])
+    try:
+        assert store.drain(node_ids[0], hand_over_bytes=0)["why_none"].startswith("the node has no blocks")
+        get(kvstore.node_store(node_ids[0]).undrain.remote())
+        engine.save(chain_of(space, 4))
+        left = store.drain(node_ids[0], timeout_s=5.0, hand_over_bytes=4 * engine.space.shape.block_bytes)
+        assert (left["num_handed_over"], left["is_drained"]) == (0, True)
+        assert left["why_none"].startswith(f"node {node_ids[1]}: no client with a namespace of these blocks")
+    finally:
+        get(kvstore.node_store(node_ids[0]).undrain.remote())
 
 
 def test_a_drain_that_is_undone_meanwhile_says_so(store, engines, node_ids, chain, get, eventually):
