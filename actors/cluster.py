@@ -192,7 +192,7 @@ class Store:
 
         Raises:
             ConfigError: a setting cannot work, here or on a node; nothing changed.
-            StoreUnavailable: a node has no store again; those after it serve on as they were.
+            StoreUnavailable: a node has no store again. As StoreBusy: another restart of this store runs already.
         """
         self._check()
         self.config, found = restart_store(self.config.name, node_ids, changes, cold, wait_s, on_step)

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 
 from kvstore.actors.calls import call, ray_failures
 from kvstore.actors.finding import constructor_pid
+from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, TransferTimeout
 from kvstore.runtime.life import log_life, tell_whose
 
@@ -52,6 +53,29 @@ def show_life(**whose: str) -> None:
     _life.setLevel(logging.INFO)
     if not _life.hasHandlers():  # A user's own setup of the workers' logging has them already.
         _life.addHandler(logging.StreamHandler())
+
+
+def check_settings(node_id: str, config: StoreConfig, said: str, *, is_of_restart: bool) -> None:
+    """Check that a node's store has these settings.
+
+    Args:
+        node_id: of the node.
+        config: what it should have.
+        said: its settings, as JSON.
+        is_of_restart: `config` is of a restart, which may not have reached this node.
+
+    Raises:
+        IncompatibleStore: it has others.
+    """
+    try:
+        theirs = StoreConfig.from_json(said)
+    except ConfigError as error:
+        raise IncompatibleStore(f"node {node_id} has a store of another version of raykv: {error}") from error
+    if text := config.differences(theirs):
+        how = f"has a store of this name, left by one that is gone, with other settings ({text})"
+        if is_of_restart:
+            how = f"runs with its old settings ({text}); `kvstore restart` gives it the new ones"
+        raise IncompatibleStore(f"node {node_id} {how}")
 
 
 def is_passing(error: BaseException) -> bool:

@@ -19,17 +19,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.directory import Directory
-from kvstore.actors.finding import (
-    actors_of,
-    alive_nodes,
-    make_answering,
-    own_version,
-    shard_name,
-)
+from kvstore.actors.finding import actors_of, alive_nodes, make_answering, own_version, shard_name
 from kvstore.actors.node_store import NodeStore
-from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServedNodes, ServingWatch, is_passing, show_life
+from kvstore.actors.serving import (
+    HEALTH_GROUP,
+    WAITING_GROUPS,
+    ServedNodes,
+    ServingWatch,
+    check_settings,
+    is_passing,
+    show_life,
+)
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
+from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.runtime.guard import Guard
 from kvstore.runtime.life import ASKED_TO_STOP, Whole, log_life
 from kvstore.runtime.threads.own_thread import on_thread
@@ -55,12 +57,13 @@ class Supervisor:
         config_json: settings of the store.
         starter: id of the call that made it; kept when Ray restarts it.
         watch: False makes rounds only when `reconcile` is called; for tests.
+        is_of_restart: a restart made it, and stores with the settings before serve until it reaches them.
     """
 
-    def __init__(self, config_json: str, starter: str = "", watch: bool = True) -> None:
+    def __init__(self, config_json: str, starter: str = "", watch: bool = True, is_of_restart: bool = False) -> None:
         self._config = StoreConfig.from_json(config_json)
         show_life(store=self._config.name)
-        self._starter = starter
+        self._starter, self._is_of_restart = starter, is_of_restart
         self._served = ServedNodes(self._config.name)
         self._lock, self._stopping = threading.Lock(), threading.Event()
         #: Set if what is being made at the end is not wanted any more. After `give_way` it is.
@@ -338,12 +341,5 @@ class Supervisor:
         if self._checked.get(node_id) == actor_id:
             return
         said = call(f"store of node {node_id}", handle.settings, timeout_s=_CALL_S)
-        try:
-            theirs = StoreConfig.from_json(said)
-        except ConfigError as error:
-            raise IncompatibleStore(f"node {node_id} has a store of another version of raykv: {error}") from error
-        if text := self._config.differences(theirs):
-            raise IncompatibleStore(
-                f"node {node_id} has a store of this name, left by one that is gone, with other settings ({text})"
-            )
+        check_settings(node_id, self._config, said, is_of_restart=self._is_of_restart)
         self._checked[node_id] = actor_id

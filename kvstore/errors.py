@@ -20,7 +20,7 @@ KVStoreError
 │   ├── StoreNotRunning      no store runs under that name or address
 │   ├── WrongCluster         the store is in another Ray cluster than this process
 │   ├── StoreDraining        the store runs but grants nothing any more
-│   └── StoreBusy            too many requests of one kind wait there already
+│   └── StoreBusy            too much of one kind is under way already: requests, or a restart
 ├── TransferError            bytes did not arrive
 │   ├── TransferTimeout      not terminal in time; the destination is quarantined
 │   │   └── JobRunning       a save or load is not done yet; it continues
@@ -121,7 +121,7 @@ class StoreDraining(StoreUnavailable):
 
 
 class StoreBusy(StoreUnavailable):
-    """The node store runs, but too many blocking requests wait there; nothing was begun, try again soon."""
+    """The store runs, but has too much of one kind to do, like blocking requests or another restart; try again."""
 
 
 class TransferError(KVStoreError):

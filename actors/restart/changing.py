@@ -183,7 +183,7 @@ def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable
             give_way(old, "a restart makes another one")
         with ray_failures("supervisor"):
             ray.kill(old)
-    deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"])
+    deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"], True, True)
     while True:
         try:
             made = make_actor(path, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)

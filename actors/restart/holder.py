@@ -50,6 +50,10 @@ class Holder:
         """Return how long it still keeps the memory; 0.0 if it has none, or none any more."""
         return self._holder.kept_s()
 
+    def keep_longer(self) -> float:
+        """Let the time for which it keeps the memory begin anew; return it, 0.0 if it has none, or none any more."""
+        return self._holder.keep_longer(self._keep_s)
+
     def end(self) -> None:
         """Let go of the memory, if it is still held, and remove the file of the socket; the caller ends the actor."""
         self._holder.close()

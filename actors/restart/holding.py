@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -55,6 +56,23 @@ def kept_s(name: str, node_id: str) -> float:
             with contextlib.suppress(KVStoreError, AttributeError):  # AttributeError: it is of an older version.
                 longest_s = max(longest_s, call("holder", holder.kept_s, timeout_s=_CALL_S))
     return longest_s
+
+
+def keep_longer(name: str, node_ids: Iterable[str]) -> bool:
+    """Have the time for which the memory of nodes is kept begin anew; return whether any is kept."""
+    kept_s = 0.0
+    with contextlib.suppress(KVStoreError):
+        for holder in [holder for node_id in node_ids for holder in holders_of(name, node_id)]:
+            with contextlib.suppress(KVStoreError, AttributeError):  # AttributeError: it is of an older version.
+                kept_s = max(kept_s, call("holder", holder.keep_longer, timeout_s=_CALL_S))
+    return kept_s > 0
+
+
+def has_nothing(holder: Any) -> bool:
+    """Return whether a holder says that it has no memory."""
+    with contextlib.suppress(KVStoreError):
+        return not call("holder", holder.kept_s, timeout_s=_CALL_S)
+    return False
 
 
 def tell_why(holder: Any, why: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,23 @@ import ray
 
 from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, ray_failures, stop_for
 from kvstore.actors.finding import alive_nodes, constructor_pid
+from kvstore.actors.restart.asked import named, unfailing
 from kvstore.actors.restart.changing import check_node, replace_supervisor
-from kvstore.actors.restart.holding import HOLDER_S, STOPS_S, end_holder, holders_of, kept_s, make_holder, tell_why
-from kvstore.bounds import check_flag, check_node_id, check_seconds, clip
+from kvstore.actors.restart.holding import (
+    HOLDER_S,
+    STOPS_S,
+    end_holder,
+    has_nothing,
+    holders_of,
+    keep_longer,
+    kept_s,
+    make_holder,
+    tell_why,
+)
+from kvstore.actors.restart.turnstile import one_restart
+from kvstore.bounds import check_flag, check_seconds
 from kvstore.config import StoreConfig
-from kvstore.errors import InvalidRequest, KVStoreError, StoreBusy, StoreNotRunning, StoreUnavailable
+from kvstore.errors import KVStoreError, StoreBusy, StoreNotRunning, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +39,9 @@ PLACED_WITHIN_S, SERVES_S = 10.0, 120.0
 #: How long the end of the old store is no loss: it stops, and the supervisor sees that.
 _PLANNED_S = 60.0
 _ROUND_EVERY_S, _LOOK_S = 1.0, 0.1
-#: How often a store is asked for its memory, if others put it back meanwhile.
-_MOST_TRIES = 3
 _COLD = "cold was asked for"
 _LOST = "the memory is lost: a store that had taken it, or was to take it, ended before it served"
+_NONE, _RAN_OUT = "the node had no store", "the node had no store, and the memory that was kept for it was lost"
 
 
 def restart_store(
@@ -48,13 +59,33 @@ def restart_store(
 
     Returns:
         The settings from now on, and the result by node.
+
+    Raises:
+        StoreBusy: another restart of this store runs, and nothing changed; or a person put a node back.
     """
     check_flag("cold", cold)
     wait_s = check_seconds("wait_s", wait_s)
     alive = sorted(alive_nodes())
-    wanted = alive if node_ids is None else _named(node_ids, alive)
+    wanted = alive if node_ids is None else named(node_ids, alive)
+    say = unfailing(on_step)
+    with one_restart(name, lambda what: say(wanted[0] if wanted else "", what)):
+        return _restart(name, wanted, changes, cold, wait_s, say, is_alone=len(alive) < 2)
+
+
+def _restart(
+    name: str,
+    wanted: list[str],
+    changes: Mapping[str, Any],
+    cold: bool,
+    wait_s: float,
+    say: Callable[[str, str], None],
+    *,
+    is_alone: bool,
+) -> tuple[StoreConfig, dict[str, dict[str, Any]]]:
+    """Restart these nodes, as `restart_store` says; no other restart runs."""
+    if not cold:
+        keep_longer(name, wanted)  # Before all that takes time.
     supervisor, config = replace_supervisor(name, changes, wanted)
-    say = _unfailing(on_step)
     results: dict[str, dict[str, Any]] = {}
     for number, node_id in enumerate(wanted):
         turn = Turn(name, node_id, supervisor, config, wait_s, partial(say, node_id))
@@ -63,48 +94,21 @@ def restart_store(
             results[node_id] = turn.run(cold=cold)
         except KVStoreError as error:
             _expect_restart(supervisor, wanted, 0.0)
-            others = "the others serve on as they were, and " if len(alive) > 1 else ""
-            raise StoreUnavailable(
-                f"{turn.outcome(error)}; restarted: {', '.join(results) or 'none'}; {others}another restart goes on"
+            others = "" if is_alone else "the others are as they were; "
+            goes_on = "another restart goes on"
+            if changes:
+                goes_on = "the store has the new settings now: another restart goes on with them, or corrects them"
+            kind = StoreBusy if isinstance(error, StoreBusy) else StoreUnavailable
+            raise kind(
+                f"{turn.outcome(error)}; restarted: {', '.join(results) or 'none'}; {others}{goes_on}"
             ) from error
         _expect_restart(supervisor, [node_id], 0.0)
     return config, results
 
 
-def _unfailing(on_step: Callable[[str, str], object]) -> Callable[[str, str], None]:
-    """Return a function that calls another one, until that raises."""
-    is_over = False
-
-    def say(node_id: str, what: str) -> None:
-        nonlocal is_over
-        if is_over:
-            return
-        try:
-            on_step(node_id, what)
-        except Exception:
-            is_over = True
-            logger.warning("on_step raised, and is not called again; the restart goes on", exc_info=True)
-
-    return say
-
-
 def _expect_restart(supervisor: Any, node_ids: list[str], within_s: float) -> None:
     with contextlib.suppress(KVStoreError, AttributeError):  # It logs more then, and nothing else is different.
         call("supervisor", supervisor.expect_restart, node_ids, within_s, timeout_s=_CALL_S)
-
-
-def _named(node_ids: Sequence[str], alive: list[str]) -> list[str]:
-    """Return the nodes with these ids, or with ids that begin so, each once."""
-    if isinstance(node_ids, str | bytes) or not isinstance(node_ids, Iterable):
-        raise InvalidRequest(f"node_ids: wanted a list of nodes' ids, or None for all, got {clip(node_ids)}")
-    wanted = list[str]()
-    for text in (check_node_id("node_ids", each) for each in node_ids):
-        found = [text] if text in alive else [node_id for node_id in alive if node_id.startswith(text)]
-        if len(found) != 1:
-            which = "several nodes' ids begin" if found else "no node's id begins"
-            raise InvalidRequest(f"node_ids: {which} with {text!r}; nodes: {', '.join(found or alive)}")
-        wanted += found
-    return list(dict.fromkeys(wanted))
 
 
 class Turn:
@@ -143,7 +147,9 @@ class Turn:
 
     def run(self, *, cold: bool) -> dict[str, Any]:
         """Restart the node; return how its next store began."""
-        holder, why_cold = None, _COLD if cold else ""
+        holder, why_cold, is_done = None, _COLD if cold else "", False
+        # The next store needs a part of the time for which an earlier restart said that the memory is kept.
+        was_kept = not cold and keep_longer(self._name, [self._node_id])
         old = self.find_old()
         if old is not None:
             self._again = " again"
@@ -163,12 +169,13 @@ class Turn:
                     if why_cold := self.give(old, where):
                         tell_why(holder, why_cold)
             said = self._next(old)
-            self.may_be_held = False
+            self.may_be_held, is_done = False, True
         finally:
             # The next store may have failed: then another restart, with settings that work, finds the memory there.
-            if holder is not None and not self.may_be_held:
+            # Only the holder knows whether it has it: what the store answered may be of another giving, or lost.
+            if holder is not None and (is_done or (not self.may_be_held and has_nothing(holder))):
                 end_holder(holder)
-        otherwise = "the node had no store" if old is None else _LOST
+        otherwise = _LOST if old is not None else _RAN_OUT if was_kept else _NONE
         result = said if said["is_warm"] else {**said, "why_cold": why_cold or said["why_cold"] or otherwise}
         logger.info("node %s was restarted: %s", self._node_id, result)
         return result
@@ -201,23 +208,16 @@ class Turn:
         """Have a store give its memory to the holder; return why it did not, "" if it did, now or before.
 
         Raises:
-            StoreBusy: the node was put back again and again; its store has all blocks, and serves on.
+            StoreBusy: a person put the node back; its store has all blocks, and serves on.
         """
         # Until it is known that nothing was given: this process may be ended meanwhile.
         self.may_be_held = True
         if not where:
             return ""
-        giving, deadline_s, num_tries = None, time.monotonic() + self._wait_s, 0
+        giving = None
         try:
-            while True:
-                left_s = max(deadline_s - time.monotonic(), 0.0)
-                try:
-                    giving = begin("store", old.hand_over, where, left_s)
-                    answer("store", giving, left_s + STOPS_S)
-                    break
-                except StoreBusy:  # By another restart, which was interrupted, or by a person.
-                    if (num_tries := num_tries + 1) == _MOST_TRIES:
-                        raise
+            giving = begin("store", old.hand_over, where, self._wait_s)
+            answer("store", giving, self._wait_s + STOPS_S)
         except StoreBusy:
             self.may_be_held = False
             raise
@@ -249,14 +249,16 @@ class Turn:
 def _take_back(old: Any, giving: Any) -> bool:
     """Have a store that was to give its memory serve again; return whether it surely gave nothing.
 
-    More than once: the drain may begin only after the first call.
+    More than once: the drain may begin only after the first call. Only the answer of `giving` counts: a store that
+    refuses to be put back may be giving its memory just now.
     """
     deadline_s = time.monotonic() + _CALL_S
     try:
         while not is_answered("store", giving, _LOOK_S) and (left_s := deadline_s - time.monotonic()) > 0:
-            call("store", old.undrain, timeout_s=left_s)
+            with contextlib.suppress(KVStoreError):
+                call("store", old.undrain, timeout_s=left_s)
         answer("store", giving, 0.0)
-    except StoreUnavailable:
+    except StoreBusy:
         return True
     except KVStoreError:
         return False

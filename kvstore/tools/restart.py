@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError
 from kvstore.quotas import TenantQuota
-from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds
+from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds, parse_size
 from kvstore.tools.doctor import human_bytes
 from kvstore.tools.own_output import drop_output
 from kvstore.tools.settings import SET, settings_of
@@ -32,6 +33,7 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
         metavar="ID",
         help="This node only, by its id or the first digits of it; may be repeated.",
     )
+    @click.option("--capacity", metavar="SIZE", help="Memory for blocks on each node, like --set capacity_bytes=8GiB.")
     @SET
     @click.option("--cold", is_flag=True, help="Begin with empty memory; a disk tier keeps its blocks.")
     @click.option(
@@ -47,6 +49,7 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
         name: str,
         address: str | None,
         node_ids: tuple[str, ...],
+        capacity: str | None,
         changes: tuple[str, ...],
         cold: bool,
         wait_s: float,
@@ -61,6 +64,10 @@ def restart_command(connect: Callable[[str, str | None], Any]) -> click.Command:
         --set changes any setting but name and num_directory_shards; all others stay.
         """
         wanted = settings_of(changes)
+        if capacity is not None:
+            if "capacity_bytes" in wanted:
+                raise ConfigError("--capacity and --set capacity_bytes: wanted one of them, got both; leave one out")
+            wanted["capacity_bytes"] = parse_size("--capacity", capacity)
         with progress() as say:
             say(f"asking store {name!r} for a restart")
             store = connect(name, address)

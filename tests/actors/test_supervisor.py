@@ -376,6 +376,17 @@ class Checks(Supervisor):
         self._check_settings("n", handle)
 
 
+@pytest.mark.parametrize(
+    ("is_of_restart", "says"),
+    [(False, "left by one that is gone, with other settings"), (True, "runs with its old settings .*kvstore restart")],
+)
+def test_a_store_with_other_settings_is_called_old_only_after_a_restart(monkeypatch, is_of_restart, says):
+    supervisor = Checks(StoreConfig(lease_ttl_s=7.0).to_json(), watch=False, is_of_restart=is_of_restart)
+    monkeypatch.setattr(module, "call", lambda *args, **options: StoreConfig().to_json())
+    with pytest.raises(IncompatibleStore, match=rf"node n .*{says}"):
+        supervisor.check(SimpleNamespace(_actor_id="store", settings=None))
+
+
 def test_a_store_whose_settings_this_version_does_not_know_ends_no_restart(monkeypatch):
     supervisor = Checks(StoreConfig().to_json(), watch=False)
     monkeypatch.setattr(module, "call", lambda *args, **options: '{"of": "the future"}')

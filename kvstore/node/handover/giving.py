@@ -62,7 +62,7 @@ def hand_over(core: NodeCore, path: str, wait_s: float) -> Given:
         KVStoreError, OSError: the memory was not given, and the store must end: it serves nobody.
     """
     if not core.state.pool_service.is_attached:
-        raise StoreUnavailable("wanted a store with slots, got one to which no namespace has attached")
+        raise StoreUnavailable("it was empty: no namespace has attached")
     connect(path, _HOLDER_S).close()  # Is it there? It waits for a packet only for seconds, the drain may take longer.
     core.drain(wait_s)
     try:
@@ -112,7 +112,7 @@ def _leave(core: NodeCore) -> None:
     with core.draining:
         service.check_running()
         if not service.is_draining:
-            raise StoreBusy("wanted a drained node, got one that was put back meanwhile; restart it again")
+            raise StoreBusy("wanted a drained node, got one that a person put back meanwhile; restart it again")
         service.is_ending = True
 
 

@@ -71,6 +71,12 @@ class Holder:
         """Return how long the parcel will still be kept; 0.0 if it is not here, or not any more."""
         return 0.0 if self._parcel is None or self._is_over else max(0.0, self._until_s - clock.now_s())
 
+    def keep_longer(self, keep_s: float) -> float:
+        """Keep the parcel for `keep_s` from now on; return what `kept_s` does."""
+        if self.kept_s() > 0:
+            self._until_s = clock.now_s() + keep_s
+        return self.kept_s()
+
     def run(self, keep_s: float, wait_s: float = 0.0) -> bool:
         """Serve until the parcel was taken, or `close` was called, or its time is over.
 

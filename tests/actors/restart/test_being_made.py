@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.actors.restart import changing, rolling
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning
+from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, StoreUnavailable
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def given(monkeypatch):
 
 
 def test_a_node_whose_restart_is_interrupted_while_it_drains_serves_again(turn, given):
-    old, undrains = given(rolling.StoreUnavailable("it was put back meanwhile"), after=3)
+    old, undrains = given(rolling.StoreBusy("it was put back meanwhile"), after=3)
     with pytest.raises(KeyboardInterrupt):
         turn.give(old, "path")
     assert undrains == ["undrain"] * 3
@@ -101,32 +101,72 @@ def test_a_node_whose_restart_is_interrupted_while_it_drains_serves_again(turn, 
     assert turn.steps == ["serves again with the settings that it had: the restart was interrupted"]
 
 
-@pytest.mark.parametrize("num_times", [1, 2, 3])
-def test_a_node_that_others_put_back_is_drained_again_and_never_ended_for_that(turn, monkeypatch, num_times):
-    asked, backs = [], ["back"] * num_times
+def test_a_node_that_a_person_puts_back_is_never_ended_for_that(turn, monkeypatch):
+    asked = []
 
     def answer(what, ref, timeout_s):
-        if backs:
-            backs.pop()
-            raise rolling.StoreBusy("wanted a drained node, got one that was put back meanwhile; restart it again")
+        raise rolling.StoreBusy("wanted a drained node, got one that a person put back meanwhile; restart it again")
 
     monkeypatch.setattr(rolling, "begin", lambda what, method, where, wait_s: asked.append(wait_s))
     monkeypatch.setattr(rolling, "answer", answer)
-    old = SimpleNamespace(hand_over="hand_over")
-    if num_times < 3:
-        assert turn.give(old, "path") == ""
-        assert turn.may_be_held
-    else:
-        with pytest.raises(rolling.StoreBusy) as caught:
-            turn.give(old, "path")
-        assert not turn.may_be_held
-        assert "was not restarted, and its store serves on" in turn.outcome(caught.value)
-    assert asked == [1.0] * min(num_times + 1, 3)
+    with pytest.raises(rolling.StoreBusy) as caught:
+        turn.give(SimpleNamespace(hand_over="hand_over"), "path")
+    assert (asked, turn.may_be_held) == ([1.0], False)
+    assert "was not restarted, and its store serves on" in turn.outcome(caught.value)
 
 
-@pytest.mark.parametrize("end", [{"num_blocks": 4}, PeerLost("it ended"), KVStoreError("says nothing")])
+@pytest.mark.parametrize(
+    "end", [{"num_blocks": 4}, PeerLost("it ended"), KVStoreError("says nothing"), StoreUnavailable("being stopped")]
+)
 def test_what_may_have_been_given_before_an_interrupt_is_kept(turn, given, end):
     old, _ = given(end)
     with pytest.raises(KeyboardInterrupt):
         turn.give(old, "path")
     assert (turn.may_be_held, turn.steps) == (True, [])
+
+
+def test_a_store_that_cannot_be_put_back_because_it_gives_is_waited_for_and_what_it_gave_is_kept(
+    turn, given, monkeypatch
+):
+    old, undrains = given({"num_blocks": 4}, after=3)
+
+    def refuse(what, method, timeout_s):
+        undrains.append(method)
+        raise StoreUnavailable("the store of node n is being stopped; make a new client")
+
+    monkeypatch.setattr(rolling, "call", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        turn.give(old, "path")
+    assert (len(undrains), turn.may_be_held, turn.steps) == (3, True, [])
+
+
+@pytest.mark.parametrize(
+    ("gave", "has_memory", "ended"),
+    [
+        (rolling.StoreBusy("put back"), False, ["holder"]),
+        (StoreUnavailable("being stopped: it gave to another call"), True, []),
+        (StoreUnavailable("being stopped"), False, ["holder"]),
+    ],
+)
+def test_after_a_failure_a_holder_is_ended_only_if_it_says_that_it_has_nothing(
+    turn, monkeypatch, gave, has_memory, ended
+):
+    killed = []
+
+    def fail(*_):
+        raise gave
+
+    old = SimpleNamespace(hand_over="hand_over", _actor_id="old")
+    monkeypatch.setattr(turn, "find_old", lambda: old)
+    monkeypatch.setattr(turn, "_next", fail)
+    fakes = {
+        "keep_longer": False, "check_node": None, "make_holder": ("holder", "path"), "begin": "giving",
+        "tell_why": None, "has_nothing": not has_memory,
+    }  # fmt: skip
+    for name, value in fakes.items():
+        monkeypatch.setattr(rolling, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(rolling, "answer", fail)
+    monkeypatch.setattr(rolling, "end_holder", killed.append)
+    with pytest.raises(StoreUnavailable):
+        turn.run(cold=False)
+    assert killed == ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,8 @@ def test_a_node_that_leaves_ends_the_wait_and_the_error_says_so_but_not_when_the
         raise PeerLost("no round is made")
 
     monkeypatch.setattr(module, "replace_supervisor", lambda name, changes, node_ids: (supervisor, StoreConfig()))
+    monkeypatch.setattr(module, "one_restart", lambda name, say: contextlib.nullcontext())
+    monkeypatch.setattr(module, "keep_longer", lambda name, node_ids: False)
     monkeypatch.setattr(module, "call", lambda *args, **options: {})
     for fake in (alive_nodes, find_actor, begin):
         monkeypatch.setattr(module, fake.__name__, fake)

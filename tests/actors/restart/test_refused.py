@@ -13,7 +13,7 @@ import ray
 from click.testing import CliRunner
 
 import kvstore
-from kvstore.actors.restart import changing, rolling
+from kvstore.actors.restart import changing, holding, rolling
 from kvstore.cli import main
 from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable
 from kvstore.node.handover.transfer import handover_path
@@ -64,7 +64,7 @@ def test_what_cannot_work_on_a_node_is_refused_and_nothing_is_restarted(
 
 
 def test_the_memory_of_a_node_whose_next_store_fails_is_kept_for_a_restart_that_works(
-    store, make_space, chain_of, node_ids, open_engine, monkeypatch, eventually
+    store, make_space, chain_of, node_ids, open_engine, monkeypatch, eventually, get
 ):
     node, space = node_ids[1], make_space("held")
     engine, chain = open_engine(store, space, node), chain_of(space, 4)
@@ -76,6 +76,12 @@ def test_the_memory_of_a_node_whose_next_store_fails_is_kept_for_a_restart_that_
             store.restart([node], disk_path="/proc/nvme", disk_capacity="1GiB")
     with pytest.raises(StoreNotRunning, match=r"has no store named 'refused' \(disk_path: wanted"):
         store.control_path(node_id=node)
+    first = holding.holders_of(NAME, node)[0]
+    get(first.__ray_call__.remote(lambda self: self._holder.keep_longer(50.0)))  # As if most of its time was over.
+    assert 0.0 < holding.kept_s(NAME, node) <= 50.0
+    assert holding.keep_longer(NAME, [node])
+    assert 150.0 < holding.kept_s(NAME, node) <= 180.0
+    assert not holding.keep_longer(NAME, [other for other in node_ids if other != node])
     found = store.restart([node], disk_path="", disk_capacity=0)[node]
     assert (found["is_warm"], found["num_blocks"] >= 4) == (True, True), found
     assert open_engine(store, space, node).load(chain).num_local == 4
@@ -94,7 +100,8 @@ def test_what_cannot_work_any_more_at_the_turn_of_a_node_ends_the_restart_before
             raise ConfigError(f"node {second}: another process has the address")
 
     monkeypatch.setattr(rolling, "check_node", check_node)
-    says = f"node {second} was not restarted, and its store serves on: another process has.*; restarted: {first}"
+    says = f"node {second} was not restarted, and its store serves on: another process has.*; restarted: {first}; the "
+    says += "others are as they were; the store has the new settings now: another restart goes on with them, or"
     with pytest.raises(StoreUnavailable, match=says):
         store.restart(lease_ttl_s=7.0, wait_s=0.0)
     after = epochs(store)
@@ -154,7 +161,7 @@ def test_a_restart_leaves_no_file_of_a_socket_where_no_client_had_come_and_its_l
         handles = [kvstore.node_store(node, name="unused") for node in found]
         told = [get(handle.beginning.remote())["why_cold"] for handle in handles]  # As `cold_start` in the log has it.
         assert told == [each["why_cold"] for each in found.values()]
-        assert all("no namespace has attached" in why for why in told)
+        assert all("it was empty: no namespace has attached" in why for why in told)
         assert not any(Path(handover_path("unused", node)).exists() for node in found)
     finally:
         made.stop()

@@ -330,3 +330,6 @@ def test_a_node_without_a_store_fails_with_the_reason_that_is_known_already(stor
     found = [turn.run(cold=False)["why_cold"] for _ in range(2)]
     assert found == ["the memory is of another shape", "the node had no store"]
     assert asked == ["", ""]
+    reasons.append("")
+    monkeypatch.setattr(rolling, "keep_longer", lambda name, node_ids: True)
+    assert turn.run(cold=False)["why_cold"] == "the node had no store, and the memory that was kept for it was lost"

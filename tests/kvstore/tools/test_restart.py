@@ -47,6 +47,18 @@ def test_it_says_for_each_node_what_was_kept_or_why_not():
     ]  # fmt: skip
 
 
+def test_the_capacity_has_an_option_as_for_start_and_is_given_once():
+    calls, _ = run("--capacity", "512MiB")
+    assert calls == [(None, {"cold": False, "wait_s": 10.0, "capacity_bytes": 512 << 20})]
+    for words, says in (
+        (("--capacity", "1GiB", "--set", "capacity_bytes=1GiB"), "--capacity and --set capacity_bytes: wanted one"),
+        (("--capacity", "much"), "--capacity: "),
+    ):
+        done = CliRunner().invoke(restart_command(lambda name, address: Store([])), list(words))
+        assert done.exit_code == 2
+        assert says in done.stderr
+
+
 def test_it_says_each_step_on_stderr():
     done = CliRunner().invoke(restart_command(lambda name, address: Store([])), ["--json"])
     assert done.stderr.splitlines()[-1] == "node 0123456789ab: starts its next store"

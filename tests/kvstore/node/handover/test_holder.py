@@ -221,3 +221,18 @@ def test_a_process_of_another_user_gets_nothing_and_gives_nothing(path, holder, 
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(16) == b""
     ask(path, TAKE)[1].close()
+
+
+def test_the_time_begins_anew_only_for_a_parcel_that_is_held(holder, path, parcel):
+    assert holder.keep_longer(500.0) == 0.0
+    with connect(path, 5.0) as sock:
+        send(sock, GIVE, parcel)
+        assert receive(sock)[0] == HAVE
+    assert holder.kept_s() <= 20.0
+    assert 490.0 < holder.keep_longer(500.0) <= 500.0
+    with connect(path, 5.0) as sock:
+        send(sock, TAKE)
+        _, taken = receive(sock)
+        taken.close()
+    assert holder.ended() == [True]
+    assert holder.keep_longer(500.0) == 0.0
