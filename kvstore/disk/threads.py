@@ -172,6 +172,7 @@ class DiskThreads:
                 num_trips = self.breaker.num_trips
                 began_s = self._running.pop(own)
                 self._num_writing -= read is None
+                is_on_again = read is not None and error is None and self._has_passed(began_s)
                 if isinstance(error, OSError):
                     self.breaker.failed(error, clock.now_s())
                     went_off = self.breaker.num_trips > num_trips
@@ -183,20 +184,21 @@ class DiskThreads:
                     read.on_end(error)
             if went_off:
                 self._went_off()
-            elif read is not None and error is None:
-                self._passed(began_s)
+            elif is_on_again:
+                self._on_again()
 
     def answered(self) -> None:
         """Note that the disk did what `write_some` asked it for; called on the thread that runs this."""
         with self._lock:
-            began_s = self._running[threading.get_ident()]
-        self._passed(began_s)
-
-    def _passed(self, began_s: float) -> None:
-        with self._lock:  # An answer that came late shows no disk that works.
-            is_on_again = clock.now_s() <= began_s + self._timeout_s and self.breaker.passed()
+            is_on_again = self._has_passed(self._running[threading.get_ident()])
         if is_on_again:
             self._on_again()
+
+    def _has_passed(self, began_s: float) -> bool:
+        """Note that the disk did an operation; return whether it was off before. Under the lock."""
+        now_s = clock.now_s()
+        # An answer that came late, or beside a call that hangs, shows no disk that works.
+        return now_s <= began_s + self._timeout_s and not self._is_overdue(now_s) and self.breaker.passed()
 
     def _has_work(self) -> bool:
         if self._is_closed or self._reads:

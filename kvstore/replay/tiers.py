@@ -12,12 +12,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.grants import HeldBlock, chain_of, runs_of_held
+from kvstore.blocks.grants import HeldBlock, chain_of
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.places import Places
 from kvstore.disk.records import Record
 from kvstore.disk.restore import restore, usable
-from kvstore.disk.writing.chains import Rewrites, allowed, put_off
+from kvstore.disk.writing.chains import Rewrites, allowed, put_off, runs_to_write
 from kvstore.disk.writing.offers import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind
 from kvstore.errors import ChainBroken
 from kvstore.pool.pool import Pool
@@ -171,7 +171,7 @@ class TierNode:
             lease_id, blocks = self.memory.hold(offer.slots, offer.namespace, _WRITER)
             held, num_done = offer.held(blocks), 0
             self._leave_out(offer, "evicted", len(offer.slots) - len(held))
-            for run in runs_of_held(held):
+            for run in runs_to_write(self.disk, offer, held):
                 if not self._write(offer, run):
                     behind = held[num_done + len(run) :]
                     queue.extendleft(reversed(put_off(self.memory, self.disk, offer, run, behind)))

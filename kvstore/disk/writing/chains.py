@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
-from kvstore.blocks.grants import HeldBlock
+from kvstore.blocks.grants import HeldBlock, runs_of_held
 from kvstore.disk.writing.offers import Offer, OfferKind
 from kvstore.pool.pool import Pool
 from kvstore.pool.tenants.limits import SHARED
@@ -63,16 +63,29 @@ class Rewrites:
             self._left = min(self._left + num_blocks, self._most)
 
 
-def allowed(disk: Pool, rewrites: Rewrites, offer: Offer, run: list[HeldBlock]) -> tuple[list[HeldBlock], int]:
-    """Return the leading blocks of a run that may be written, as whose, and how many of them take places of others.
+def runs_to_write(disk: Pool, offer: Offer, blocks: list[HeldBlock]) -> Iterator[list[HeldBlock]]:
+    """Yield the runs of an offer's blocks, each with the tenant that pays for it.
 
-    Only blocks that are before others are bounded. Their owner pays for them if it has room, else the tenant that saved
-    those. A tenant at its quota takes its own places only.
+    The owner of what is before others pays as far as it has room when its run is asked for, and the tenant that saved
+    those for the rest.
+    """
+    for run in runs_of_held(blocks):
+        end = len(run)
+        if offer.kind is OfferKind.BEFORE and (owner := run[0].tenant) not in (SHARED, offer.tenant):
+            end = min(max(disk.room_of(owner), 0), end)
+        if end:
+            yield run[:end]
+        if end < len(run):
+            yield [block._replace(tenant=offer.tenant) for block in run[end:]]
+
+
+def allowed(disk: Pool, rewrites: Rewrites, offer: Offer, run: list[HeldBlock]) -> tuple[list[HeldBlock], int]:
+    """Return the leading blocks of a run that may be written, and how many of them take places of others.
+
+    Only blocks that are before others are bounded. A tenant at its quota takes its own places only.
     """
     if offer.kind is not OfferKind.BEFORE:
         return run, 0
-    if (owner := run[0].tenant) not in (SHARED, offer.tenant) and disk.room_of(owner) < len(run):
-        run = [block._replace(tenant=offer.tenant) for block in run]
     num_free = max(min(disk.num_free, disk.room_of(run[0].tenant)), 0)
     num_granted = rewrites.take(max(len(run) - num_free, 0))
     return run[: num_free + num_granted], num_granted
@@ -101,11 +114,13 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
             is_linked = False  # The block there is still being written to memory, and comes to the disk later.
             break
         own = above
-    tenant = run[0].tenant
-    if can_fit and not _has_room(memory, disk, run, slots, own):
+    kind, tenant = OfferKind.BEHIND, run[0].tenant
+    if offer.kind is OfferKind.BEFORE:  # It failed, and goes on as such, but is put off only once.
+        kind, tenant, offer = offer.kind, offer.tenant, replace(offer, is_again=False)
+    if can_fit and not _has_room(memory, disk, tenant, run, slots, own):
         can_fit = False
         disk.note_refused(tenant, len(run) if offer.is_counted else 0)
-    behind = offer.part(run, OfferKind.BEHIND, [] if can_fit else ["disk_full"])
+    behind = offer.part(run, kind, [] if can_fit else ["disk_full"])
     before = replace(
         behind,
         slots=slots[::-1],
@@ -115,25 +130,25 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
         tenant=tenant,
         is_unlinked=not is_linked,
         is_counted=False,
+        is_again=False,
     )
     offers = [before, behind] if slots and can_fit else [replace(behind, is_unlinked=can_fit and not is_linked)]
     return [*offers, offer.part(rest, offer.kind)] if rest else offers
 
 
-def _has_room(memory: Pool, disk: Pool, run: Sequence[HeldBlock], slots: list[int], own: bytes) -> bool:
-    """Return whether the tenant of a run may have it on the disk together with its own blocks before it.
+def _has_room(memory: Pool, disk: Pool, tenant: str, run: Sequence[HeldBlock], slots: list[int], own: bytes) -> bool:
+    """Return whether a tenant may have a run on the disk together with what it pays for of the blocks before it.
 
-    `slots` of memory are of those that the disk lacks, `own` is the hash of the one above. Of these it pays for its own
-    and for those whose owner has no room: see `allowed`. What is being written there counts as another's: whose it is
-    cannot be seen yet.
+    `slots` of memory are of those that the disk lacks, `own` is the hash of the one above. For who pays see
+    `runs_to_write`. What is being written there counts as another's: whose it is cannot be seen yet.
     """
-    namespace, tenant = run[0].namespace, run[0].tenant
+    namespace = run[0].namespace
     if run[-1].depth < (most := disk.most_slots_of(tenant)):
         return True
-    num_own = len(run)
-    for owner, num_lacking in Counter(memory.tenants_of(slots)).items():
-        is_others = owner != tenant and (owner == SHARED or disk.room_of(owner) >= num_lacking)
-        num_own += 0 if is_others else num_lacking
+    num_own = 0
+    for owner, num_lacking in Counter(memory.tenants_of(slots) + [block.tenant for block in run]).items():
+        is_others = owner not in (tenant, SHARED)
+        num_own += num_lacking if owner == tenant else max(num_lacking - disk.room_of(owner), 0) if is_others else 0
     there = [0] * _STEP
     while num_own <= most and len(there) == _STEP:
         _, there, own = disk.climb(namespace, own, _STEP)

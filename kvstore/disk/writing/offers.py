@@ -51,6 +51,11 @@ class Offer:
     #: Why some of these blocks, or of those before them, were left out; shared with those BEHIND.
     why: list[str] = field(default_factory=list)
 
+    @property
+    def may_be_put_off(self) -> bool:
+        """Whether what the disk lacks before these blocks is offered first. It is so once for each of them."""
+        return self.kind is OfferKind.SAVED or (self.kind is OfferKind.BEFORE and self.is_again)
+
     def needs_parent(self, first: HeldBlock) -> bool:
         """Return whether a run of these blocks is written only behind the block before it; `first` is its first one."""
         is_first = self.is_unlinked and first.block_hash == self.hashes[0]

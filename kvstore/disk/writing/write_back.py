@@ -159,7 +159,8 @@ class WriteBack:
             here = disk.present(hashes)
             left = [(slot, own) for slot, own in zip(slots, hashes, strict=True) if own not in here]
             now = [slot for slot, _ in left[:room]]
-            room, num_cut, chosen = room - len(now), num_cut + len(left) - len(now), chosen + hashes
+            room, num_cut = room - len(now), num_cut + len(left) - len(now)
+            chosen += hashes
             if now:
                 writer.queue_up(namespace, now, OfferKind.BEHIND, generations[-len(now) :])
                 generations = generations[: -len(now)]

@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of, runs_of_held
+from kvstore.blocks.grants import HeldBlock, StoreTicket, chain_of
 from kvstore.blocks.indexes import ints_in
 from kvstore.disk.places import TierContext, records_of, write_blocks
 from kvstore.disk.slot_file import RunPages
 from kvstore.disk.writing.admission import SeenFilter, WriteBudget, WriterCounts
-from kvstore.disk.writing.chains import Rewrites, Sweep, allowed, holes, put_off
+from kvstore.disk.writing.chains import Rewrites, Sweep, allowed, holes, put_off, runs_to_write
 from kvstore.disk.writing.offers import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, OfferQueue
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
@@ -223,7 +223,7 @@ class Writer:
         """Claim the places of all blocks, then write them: what is behind them may be another thread's turn."""
         memory, disk, claims, num_done = self._context.memory_pool, self._context.disk_pool, list[_Claim](), 0
         try:
-            for run in runs_of_held(wanted):
+            for run in runs_to_write(disk, offer, wanted):
                 try:
                     claims += self._claim(offer, run)
                 except ChainBroken:
@@ -278,7 +278,7 @@ class Writer:
             logger.debug("blocks are not written to disk: %s", error)
             self._rewrites.give_back(num_taken)
             is_off = self._is_off()
-            if offer.kind is OfferKind.SAVED and not is_off:
+            if offer.may_be_put_off and not is_off:
                 self._rewrites.earn(len(run) if offer.is_counted else 0)
                 raise
             # Victims need no parent: their place in the chain is taken.

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 
 import pytest
 
@@ -197,6 +198,25 @@ def test_writes_show_that_the_disk_works(start, wait_until):
     threads = start(write, on_again=lambda: say.append("on"))
     threads.write_soon()
     wait_until(lambda: say == ["on"] and not threads.is_off)
+
+
+def test_an_answer_beside_a_call_that_hangs_does_not_show_that_the_disk_works(start, wait_until):
+    go, has_answered, said = threading.Event(), threading.Event(), []
+
+    def write():
+        wait_until(lambda: threads.breaker.num_trips)
+        threads.answered()
+        has_answered.set()
+        return False
+
+    threads = start(write, timeout_s=0.5, on_again=lambda: said.append("on"))
+    threads.read([Asked(lambda: go.wait(SOON_S)).read])
+    time.sleep(0.3)  # So that the write is not late itself.
+    threads.write_soon()
+    assert has_answered.wait(SOON_S)
+    assert said == []
+    assert threads.is_off
+    go.set()
 
 
 def test_an_error_before_a_good_read_does_not_count_later(start):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from disk_store import refuse, stops_writing, wait_until
 
 from kvstore.disk.records import place_bytes
-from kvstore.disk.writing.chains import Rewrites, Sweep, allowed, holes, put_off
+from kvstore.disk.writing.chains import Rewrites, Sweep, allowed, holes, put_off, runs_to_write
 from kvstore.disk.writing.offers import Offer, OfferKind
 from kvstore.pool.pool import Pool
 from kvstore.pool.tenants.limits import TenantLimits
@@ -112,9 +113,9 @@ def test_a_chain_of_which_a_tenant_would_own_more_than_its_quota_is_not_tried(nu
         disk.abort_store(ticket.write_id, "writer")
 
 
-@pytest.mark.parametrize(("num_own", "can_fit"), [(0, True), (5, False)])
+@pytest.mark.parametrize(("num_own", "can_fit"), [(0, True), (5, True), (6, False)])
 def test_a_chain_is_not_tried_if_its_tenant_would_pay_for_more_than_it_may_have(num_own, can_fit):
-    limits = {"a": TenantLimits(max_slots=9), "b": TenantLimits(max_slots=12)}
+    limits = {"a": TenantLimits(max_slots=3), "b": TenantLimits(max_slots=12)}
     memory, disk = (Pool(40, tenants=TenantTable(40, each)) for each in (dict.fromkeys("ab", TenantLimits()), limits))
     hashes = chain(*range(1, 11))
     store(memory, hashes.head(8), tenant="b")
@@ -124,7 +125,7 @@ def test_a_chain_is_not_tried_if_its_tenant_would_pay_for_more_than_it_may_have(
     run = run_of(memory, hashes, 8)
     assert (run[0].tenant, disk.room_of("b")) == ("a", 12 - num_own)
     *_, behind = put_off(memory, disk, offer_of(memory, hashes, OfferKind.SAVED), run, [])
-    assert behind.why == ([] if can_fit else ["disk_full"]), "b has no room for its 8, and a may have 9, not 10"
+    assert behind.why == ([] if can_fit else ["disk_full"]), "b pays for 7 or 6 of its 8, and a may have 3, not 4"
 
 
 def test_of_a_failed_write_what_others_on_the_disk_hang_on_is_written_again():
@@ -146,6 +147,10 @@ def test_of_a_failed_write_what_others_on_the_disk_hang_on_is_written_again():
     disk.clear(SPACE)
     before, behind = put_off(memory, disk, late, run[4:6], [])
     assert (list(before.generations), list(behind.generations), behind.is_again) == ([], [24, 25], True)
+    failed = replace(before, kind=OfferKind.BEFORE, tenant="a", is_again=True)
+    *above, own = put_off(memory, disk, failed, run[4:6], [])
+    assert [(each.kind, each.tenant, each.is_again) for each in [*above, own]] == [(OfferKind.BEFORE, "a", False)] * 2
+    assert (failed.may_be_put_off, own.may_be_put_off) == (True, False), "once"
     (whole,) = holes(disk, replace(saved, kind=OfferKind.BEHIND), [run[4:]])
     assert whole.hashes == list(hashes)[4:], "what is behind them was offered already"
     assert holes(disk, replace(saved, kind=OfferKind.VICTIMS), [run]) == [], "they stay in memory"
@@ -177,14 +182,18 @@ def test_the_owner_pays_for_what_is_before_others_or_the_tenant_that_saved_but_n
     before = replace(offer_of(memory, hashes, OfferKind.BEFORE), tenant="a")
 
     def whose(num_blocks, owner):
-        blocks, num_taken = allowed(disk, rewrites, before, [each._replace(tenant=owner) for each in run[:num_blocks]])
-        return [block.tenant for block in blocks], num_taken
+        runs = runs_to_write(disk, before, [each._replace(tenant=owner) for each in run[:num_blocks]])
+        found = [allowed(disk, rewrites, before, each) for each in runs]
+        return "".join(block.tenant or "-" for blocks, _ in found for block in blocks), [num for _, num in found]
 
-    assert whose(3, "b") == (["b"] * 3, 0)
-    assert whose(4, "b") == (["a"] * 4, 0)
-    assert whose(5, "b") == (["a"] * 5, 1), "nor has the tenant that saved: its own places go"
-    assert whose(5, "") == ([""] * 5, 0)
-    assert whose(5, "a") == (["a"] * 5, 1), "its own places it may take, within the bound"
+    assert whose(3, "b") == ("bbb", [0])
+    assert whose(5, "b") == ("bbbaa", [0, 0]), "its owner pays as far as it has room"
+    assert whose(5, "") == ("-----", [0])
+    assert whose(5, "a") == ("aaaaa", [1]), "its own places it may take, within the bound"
+    store(disk, chain(50, 51, 52), tenant="b")
+    assert whose(5, "b") == ("aaaaa", [1]), "none of them has room: those of the tenant that saved go"
+    saved = replace(before, kind=OfferKind.SAVED)
+    assert [len(each) for each in runs_to_write(disk, saved, run)] == [5], "others are always their owner's"
     assert before.held([run[0]._replace(block_hash=bytes(32))]) == [], "the slot has another block"
 
 
@@ -299,6 +308,25 @@ def test_a_failed_write_leaves_no_hole_below_what_other_threads_wrote_behind_it(
     wait_until(lambda: saves.dropped("error") == 2)
     saves.save(cluster.hashes(2, seed=1), 20)
     wait_until(lambda: saves.disk.pool.lookup(hashes) == 12)
+
+
+def test_two_failed_writes_at_once_leave_no_hole_in_what_is_written_before_others(start, cluster, writes):
+    saves, hashes, numbers = start(), cluster.hashes(6), itertools.count()
+    saves.save(hashes[:4])
+    saves.disk.pool.evict(4)
+
+    def fail_late(file, first):
+        if next(numbers) < 2:
+            wait_until(lambda: writes.num_calls > num_before + 2)
+            raise refuse(errno.EIO)
+
+    num_before, writes.before = writes.num_calls, fail_late
+    saves.save(hashes, is_written=False)
+    stops_writing(saves)
+    saves.save(cluster.hashes(2, seed=1), 20)
+    stops_writing(saves)
+    assert saves.disk.pool.lookup(hashes) == 6
+    assert saves.stats()["dropped"] == {}
 
 
 def test_behind_low_blocks_nothing_is_written(start, cluster):
