@@ -62,14 +62,15 @@ def restart_store(
 
     Raises:
         StoreBusy: another restart of this store runs, and nothing changed; or a person put a node back.
+        StoreNotRunning: there is no such store, or it was stopped meanwhile.
     """
     check_flag("cold", cold)
     wait_s = check_seconds("wait_s", wait_s)
     alive = sorted(alive_nodes())
     wanted = alive if node_ids is None else named(node_ids, alive)
     say = unfailing(on_step)
-    with one_restart(name, lambda what: say(wanted[0] if wanted else "", what)):
-        return _restart(name, wanted, changes, cold, wait_s, say, is_alone=len(alive) < 2)
+    with one_restart(name, lambda what: say(wanted[0] if wanted else "", what)) as check:
+        return _restart(name, wanted, changes, cold, wait_s, say, check, is_alone=len(alive) < 2)
 
 
 def _restart(
@@ -79,6 +80,7 @@ def _restart(
     cold: bool,
     wait_s: float,
     say: Callable[[str, str], None],
+    check: Callable[[], None],
     *,
     is_alone: bool,
 ) -> tuple[StoreConfig, dict[str, dict[str, Any]]]:
@@ -88,11 +90,13 @@ def _restart(
     supervisor, config = replace_supervisor(name, changes, wanted)
     results: dict[str, dict[str, Any]] = {}
     for number, node_id in enumerate(wanted):
-        turn = Turn(name, node_id, supervisor, config, wait_s, partial(say, node_id))
+        check()
+        turn = Turn(name, node_id, supervisor, config, wait_s, partial(say, node_id), check)
         _expect_restart(supervisor, wanted[number:], turn.longest_s)
         try:
             results[node_id] = turn.run(cold=cold)
         except KVStoreError as error:
+            check()
             _expect_restart(supervisor, wanted, 0.0)
             others = "" if is_alone else "the others are as they were; "
             goes_on = "another restart goes on"
@@ -121,11 +125,20 @@ class Turn:
         config: that it will have.
         wait_s: for leases, writes and hand-offs to end.
         say: called before each step.
+        check: raises StoreNotRunning if the store was stopped meanwhile: what runs then is not this restart's.
     """
 
     def __init__(
-        self, name: str, node_id: str, supervisor: Any, config: StoreConfig, wait_s: float, say: Callable[[str], object]
+        self,
+        name: str,
+        node_id: str,
+        supervisor: Any,
+        config: StoreConfig,
+        wait_s: float,
+        say: Callable[[str], object],
+        check: Callable[[], None],
     ) -> None:
+        self._check = check
         self._name, self._node_id, self._supervisor, self._config = name, node_id, supervisor, config
         self._wait_s, self._say, self._path = wait_s, say, actor_name(name, "node", node_id)
         #: Whether the old store may have ended, and whether a holder may have its memory.
@@ -235,6 +248,7 @@ class Turn:
         """End the old store, and wait for the next one."""
         # Where there was no old store the reason holds still, and nothing is worth waiting for.
         before = "" if old is None else _unworkable(self._supervisor, self._node_id)
+        self._check()
         if old is not None:
             self._say("ends its store")
             with contextlib.suppress(KVStoreError):
@@ -243,7 +257,7 @@ class Turn:
             _end(self._path, old)
         self._say("starts its next store")
         old_id = None if old is None else old._actor_id
-        return _wait_for_next(self._path, self._node_id, old_id, self._supervisor, before)
+        return _wait_for_next(self._path, self._node_id, old_id, self._supervisor, before, self._check)
 
 
 def _take_back(old: Any, giving: Any) -> bool:
@@ -293,13 +307,16 @@ def _has_left(node_id: str) -> bool:
     return False
 
 
-def _wait_for_next(path: str, node_id: str, old_id: Any, supervisor: Any, before: str) -> dict[str, Any]:
+def _wait_for_next(
+    path: str, node_id: str, old_id: Any, supervisor: Any, before: str, check: Callable[[], None]
+) -> dict[str, Any]:
     """Wait until the node has another store that serves and whose mover is ready; return how it began.
 
-    `before` is why the node could have no other store as long as it had the old one.
+    `before` is why the node could have no other store as long as it had the old one. For `check` see `Turn`.
     """
     deadline_s, next_round_s, last, round_ = time.monotonic() + SERVES_S, 0.0, "not made yet", None
     while (now_s := time.monotonic()) < deadline_s:
+        check()
         # One at a time, and each is heard: Ray prints the errors of calls that nobody waits for.
         if round_ is not None and _has_ended(round_):
             round_ = None

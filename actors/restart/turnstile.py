@@ -7,12 +7,15 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.errors import KVStoreError, StoreBusy, StoreNotRunning
+from kvstore.runtime.threads.own_thread import on_thread
 
 #: How long a restart that was interrupted may take to end before another one is refused.
 _ENDS_S = 10.0
@@ -36,12 +39,15 @@ class Turnstile:
 
 
 @contextlib.contextmanager
-def one_restart(name: str, say: Callable[[str], object]) -> Iterator[None]:
+def one_restart(name: str, say: Callable[[str], object]) -> Iterator[Callable[[], None]]:
     """Run the body as the only restart of a store. One that was interrupted may be ending: it is waited for.
 
     Args:
         name: of the store.
         say: called before it waits.
+
+    Yields:
+        A function that raises StoreNotRunning if the store was stopped meanwhile: that ends this actor, too.
 
     Raises:
         StoreBusy: another restart of this store runs.
@@ -49,7 +55,7 @@ def one_restart(name: str, say: Callable[[str], object]) -> Iterator[None]:
     path = actor_name(name, "restart")
     own = _entered(name, path, say)
     try:
-        yield
+        yield partial(_check, name, path, own)
     finally:
         _leave(path, own)
 
@@ -71,14 +77,15 @@ def _entered(name: str, path: str, say: Callable[[str], object]) -> Any:
 
 def _made(path: str) -> Any:
     """Return an actor with the name, which ends with this process; None if another one has it."""
-    options = {"name": path, "namespace": RAY_NAMESPACE, "lifetime": "non_detached", "num_cpus": 0, "max_restarts": -1}
-    with ray_failures(path):
-        actor_class: Any = ray.remote(Turnstile)
-        try:
-            # Ray gives the name here. The process of the actor may begin much later.
-            own = actor_class.options(**options).remote(os.getpid(), socket.gethostname())
-        except ValueError:  # What Ray raises if there is such an actor.
-            return None
+    # On a thread, where no Ctrl-C falls between the moment when Ray gives the name and the one when it is known here.
+    making = on_thread("raykv-restart", partial(_asked_for, path))
+    try:
+        own = making.result()
+    except BaseException:
+        making.add_done_callback(partial(_undo, path))
+        raise
+    if own is None:
+        return None
     is_own = False
     try:
         # Ray looks for the name before it makes the actor: two may have found it free.
@@ -88,6 +95,33 @@ def _made(path: str) -> Any:
     finally:
         if not is_own:
             _kill(path, own)
+
+
+def _asked_for(path: str) -> Any:
+    options = {"name": path, "namespace": RAY_NAMESPACE, "lifetime": "non_detached", "num_cpus": 0, "max_restarts": -1}
+    with ray_failures(path):
+        actor_class: Any = ray.remote(Turnstile)
+        try:
+            # Ray gives the name here. The process of the actor may begin much later.
+            return actor_class.options(**options).remote(os.getpid(), socket.gethostname())
+        except ValueError:  # What Ray raises if there is such an actor.
+            return None
+
+
+def _undo(path: str, making: Future[Any]) -> None:
+    if making.exception() is None and (own := making.result()) is not None:
+        _kill(path, own)
+
+
+def _check(name: str, path: str, own: Any) -> None:
+    try:
+        is_own = bool(find_actor(path)._actor_id == own._actor_id)
+    except StoreNotRunning:
+        is_own = False
+    except KVStoreError:  # A cluster that says nothing has not said that the store was stopped.
+        return
+    if not is_own:
+        raise StoreNotRunning(f"store {name!r} was stopped while it was restarted; the restart ends here")
 
 
 def _whose(path: str) -> str:

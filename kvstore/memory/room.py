@@ -59,7 +59,7 @@ def find_room() -> Room:
         for limit_name, used_name in names:
             try:
                 limit = (folder / limit_name).read_text().strip()
-                used = int((folder / used_name).read_text())
+                used = int((folder / used_name).read_text()) - _cached_bytes(folder)
             except (OSError, ValueError):
                 continue
             if not limit.isdigit():
@@ -95,6 +95,17 @@ def _number(environment: Mapping[str, str], name: str) -> float:
         return float(environment.get(name, _DEFAULTS[name]))
     except ValueError:
         return _DEFAULTS[name]  # A raylet with such a value does not start.
+
+
+def _cached_bytes(folder: Path) -> int:
+    """Return how much of what a cgroup uses is pages of files, which the kernel takes back; Ray counts them as free."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+        found = {name: int(value) for name, value in (line.split() for line in lines)}
+    except (OSError, ValueError):
+        return 0
+    # The first version of cgroups has those of the groups within by other names.
+    return sum(found.get(f"total_{name}", found.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def _cgroup_folders() -> list[Path]:

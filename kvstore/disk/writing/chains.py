@@ -115,12 +115,12 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
             break
         own = above
     kind, tenant = OfferKind.BEHIND, run[0].tenant
-    if offer.kind is OfferKind.BEFORE:  # It failed, and goes on as such, but is put off only once.
-        kind, tenant, offer = offer.kind, offer.tenant, replace(offer, is_again=False)
+    if offer.kind is OfferKind.BEFORE:  # It failed, and goes on as such.
+        kind, tenant = offer.kind, offer.tenant
     if can_fit and not _has_room(memory, disk, tenant, run, slots, own):
         can_fit = False
         disk.note_refused(tenant, len(run) if offer.is_counted else 0)
-    behind = offer.part(run, kind, [] if can_fit else ["disk_full"])
+    behind = replace(offer.part(run, kind, [] if can_fit else ["disk_full"]), was_put_off=True)
     before = replace(
         behind,
         slots=slots[::-1],
@@ -130,7 +130,6 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
         tenant=tenant,
         is_unlinked=not is_linked,
         is_counted=False,
-        is_again=False,
     )
     offers = [before, behind] if slots and can_fit else [replace(behind, is_unlinked=can_fit and not is_linked)]
     return [*offers, offer.part(rest, offer.kind)] if rest else offers
@@ -148,7 +147,9 @@ def _has_room(memory: Pool, disk: Pool, tenant: str, run: Sequence[HeldBlock], s
     num_own = 0
     for owner, num_lacking in Counter(memory.tenants_of(slots) + [block.tenant for block in run]).items():
         is_others = owner not in (tenant, SHARED)
-        num_own += num_lacking if owner == tenant else max(num_lacking - disk.room_of(owner), 0) if is_others else 0
+        num_own += (
+            num_lacking if owner == tenant else max(num_lacking - max(disk.room_of(owner), 0), 0) if is_others else 0
+        )
     there = [0] * _STEP
     while num_own <= most and len(there) == _STEP:
         _, there, own = disk.climb(namespace, own, _STEP)
@@ -160,7 +161,7 @@ def holes(disk: Pool, offer: Offer, failed: Iterable[Sequence[HeldBlock]]) -> li
     """Return what is to be written again of some runs whose write failed.
 
     That is what others on the disk hang on already: what is saved behind those later finds its parent there, and would
-    have nothing written before it. Of blocks BEHIND others it is all: those after them were offered already.
+    have nothing written before it. Of blocks BEHIND or BEFORE others it is all: those after them were offered already.
     """
     if offer.kind is OfferKind.VICTIMS:  # They stay in memory, and are the next ones again.
         return []
@@ -170,10 +171,10 @@ def holes(disk: Pool, offer: Offer, failed: Iterable[Sequence[HeldBlock]]) -> li
     found = list[Offer]()
     for run in failed:
         ends = [at for at, block in enumerate(run, 1) if block.block_hash in awaited]
-        if end := len(run) if offer.kind is OfferKind.BEHIND else max(ends, default=0):
+        if end := max(ends, default=0) if offer.kind is OfferKind.SAVED else len(run):
             is_unlinked = kind is OfferKind.BEFORE and not offer.needs_parent(run[0])
             part = offer.part(run[:end], kind)
-            found.append(replace(part, is_unlinked=is_unlinked, is_counted=False, is_again=True))
+            found.append(replace(part, is_unlinked=is_unlinked, is_counted=False, is_again=True, was_put_off=False))
     return found
 
 

@@ -48,13 +48,16 @@ class Offer:
     is_counted: bool = True
     #: Whether they are written again, because their write failed.
     is_again: bool = False
+    #: Whether what is before them was offered first since their write failed.
+    was_put_off: bool = False
     #: Why some of these blocks, or of those before them, were left out; shared with those BEHIND.
     why: list[str] = field(default_factory=list)
 
     @property
     def may_be_put_off(self) -> bool:
-        """Whether what the disk lacks before these blocks is offered first. It is so once for each of them."""
-        return self.kind is OfferKind.SAVED or (self.kind is OfferKind.BEFORE and self.is_again)
+        """Whether what the disk lacks before these blocks is offered first; once for each of them, or each failure."""
+        has_failed = self.is_again and not self.was_put_off
+        return self.kind is OfferKind.SAVED or (self.kind is OfferKind.BEFORE and has_failed)
 
     def needs_parent(self, first: HeldBlock) -> bool:
         """Return whether a run of these blocks is written only behind the block before it; `first` is its first one."""

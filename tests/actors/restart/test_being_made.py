@@ -18,7 +18,7 @@ def turn(monkeypatch):
     now, steps = [0.0], []
     monkeypatch.setattr(rolling.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rolling.time, "sleep", lambda pause_s: now.__setitem__(0, now[0] + 1.0))
-    made = rolling.Turn("name", "n", None, StoreConfig(), 1.0, steps.append)
+    made = rolling.Turn("name", "n", None, StoreConfig(), 1.0, steps.append, lambda: None)
     made.steps, made.now = steps, now
     return made
 

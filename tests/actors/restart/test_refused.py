@@ -182,7 +182,8 @@ def test_an_error_says_whether_a_holder_still_has_the_memory(store, node_ids, mo
     for name, value in fakes.items():
         monkeypatch.setattr(rolling, name, lambda *_, value=value, **__: value)
     monkeypatch.setattr(rolling, "_wait_for_next", fail)
-    turn = rolling.Turn("name", node_ids[0], SimpleNamespace(plan_end=None), store.config, 3600.0, lambda what: None)
+    supervisor, nothing = SimpleNamespace(plan_end=None), lambda *_: None
+    turn = rolling.Turn("name", node_ids[0], supervisor, store.config, 3600.0, nothing, nothing)
     with pytest.raises(StoreUnavailable) as raised:
         turn.run(cold=False)
     assert turn.outcome(raised.value).startswith(f"node {node_ids[0]} has no store again: why; {says}")

@@ -320,13 +320,13 @@ def test_a_node_without_a_store_fails_with_the_reason_that_is_known_already(stor
     monkeypatch.setattr(rolling, "_unworkable", lambda supervisor, node_id: "disk_path: wanted another folder")
     asked = []
 
-    def wait_for_next(path, node_id, old_id, supervisor, before):
+    def wait_for_next(path, node_id, old_id, supervisor, before, check):
         asked.append(before)
         return {"is_warm": False, "num_blocks": 0, "num_held_slots": 0, "why_cold": reasons.pop()}
 
     monkeypatch.setattr(rolling, "_wait_for_next", wait_for_next)
     reasons = ["", "the memory is of another shape"]
-    turn = rolling.Turn("no-such-store", node_ids[0], None, store.config, 0.0, print)
+    turn = rolling.Turn("no-such-store", node_ids[0], None, store.config, 0.0, print, lambda: None)
     found = [turn.run(cold=False)["why_cold"] for _ in range(2)]
     assert found == ["the memory is of another shape", "the node had no store"]
     assert asked == ["", ""]

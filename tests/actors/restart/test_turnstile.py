@@ -13,11 +13,12 @@ import ray
 from click.testing import CliRunner
 
 import kvstore
+from kvstore.actors.calls import actor_name, find_actor
 from kvstore.actors.finding import actors_of
 from kvstore.actors.restart import turnstile
 from kvstore.actors.restart.turnstile import one_restart
 from kvstore.cli import main
-from kvstore.errors import StoreBusy
+from kvstore.errors import StoreBusy, StoreNotRunning
 
 pytestmark = pytest.mark.ray
 
@@ -93,6 +94,51 @@ def test_after_a_kill_of_the_first_the_second_runs_and_one_that_ends_is_waited_f
     with one_restart("ends", said.append):
         assert said == ["waits for another restart of this store to end"]
     assert actors_of("ends") == []
+
+
+def test_a_restart_of_a_store_that_was_stopped_ends_and_touches_nothing_of_the_next_one(
+    ray_cluster, node_ids, eventually
+):
+    store, steps, errors = kvstore.start("2MiB", name="stopped"), [], []
+
+    def restart():
+        try:
+            store.restart(node_ids, wait_s=0.0, on_step=lambda node_id, what: (steps.append(what), gate.wait(60)))
+        except StoreNotRunning as error:
+            errors.append(error)
+
+    gate, first = threading.Event(), threading.Thread(target=restart, daemon=True)
+    first.start()
+    eventually(lambda: steps, 30)
+    kvstore.connect("stopped").destroy()
+    other = kvstore.start("2MiB", name="stopped")
+    try:
+        before = [find_actor(actor_name("stopped", "node", node_id))._actor_id for node_id in node_ids]
+        gate.set()
+        first.join(60)
+        assert "was stopped while it was restarted" in str(errors[0])
+        assert [find_actor(actor_name("stopped", "node", node_id))._actor_id for node_id in node_ids] == before
+    finally:
+        other.destroy()
+
+
+def test_an_interrupt_in_the_moment_when_the_name_is_given_leaves_no_name(
+    ray_cluster, impatient, monkeypatch, eventually
+):
+    asked_for, gate = turnstile._asked_for, threading.Event()
+
+    def slow(path):
+        made = asked_for(path)
+        gate.wait(30)
+        return made
+
+    monkeypatch.setattr(turnstile, "_asked_for", slow)
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt), one_restart("interrupted", print):
+        pass
+    gate.set()
+    eventually(lambda: actors_of("interrupted") == [], 10)
 
 
 def test_without_an_answer_of_the_first_the_error_leaves_out_which_process_it_is(ray_cluster, impatient, monkeypatch):

@@ -55,6 +55,10 @@ def test_limits_of_cgroups_count(group, tmp_path):
     assert (found.free_bytes, found.source) == (600, f"cgroup limit {tmp_path / 'memory.max'}")
     group(1000, 1400)
     assert room.find_room().free_bytes == 0
+    (tmp_path / "memory.stat").write_text("anon 900\ninactive_file 300\nactive_file 200\n")
+    assert room.find_room().free_bytes == 100, "pages of files go when memory is wanted"
+    (tmp_path / "memory.stat").write_text("inactive_file 3\ntotal_inactive_file 450\ntotal_active_file 200\n")
+    assert room.find_room().free_bytes == 250
     group("max", 1400)
     assert room.find_room().source == "free memory of this machine"
 

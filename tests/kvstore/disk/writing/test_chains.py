@@ -147,10 +147,12 @@ def test_of_a_failed_write_what_others_on_the_disk_hang_on_is_written_again():
     disk.clear(SPACE)
     before, behind = put_off(memory, disk, late, run[4:6], [])
     assert (list(before.generations), list(behind.generations), behind.is_again) == ([], [24, 25], True)
-    failed = replace(before, kind=OfferKind.BEFORE, tenant="a", is_again=True)
+    (failed,) = holes(disk, replace(before, tenant="a"), [run[:4]])
     *above, own = put_off(memory, disk, failed, run[4:6], [])
-    assert [(each.kind, each.tenant, each.is_again) for each in [*above, own]] == [(OfferKind.BEFORE, "a", False)] * 2
+    assert [(each.kind, each.tenant, each.is_again) for each in [*above, own]] == [(OfferKind.BEFORE, "a", True)] * 2
     assert (failed.may_be_put_off, own.may_be_put_off) == (True, False), "once"
+    (next_time,) = holes(disk, own, [run[4:6]])
+    assert next_time.may_be_put_off, "for each failure"
     (whole,) = holes(disk, replace(saved, kind=OfferKind.BEHIND), [run[4:]])
     assert whole.hashes == list(hashes)[4:], "what is behind them was offered already"
     assert holes(disk, replace(saved, kind=OfferKind.VICTIMS), [run]) == [], "they stay in memory"

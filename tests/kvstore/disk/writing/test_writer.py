@@ -255,9 +255,12 @@ def test_an_error_drops_only_its_blocks(start, cluster, writes, code):
     wait_until(lambda: not store.disk.is_off)
     store.save(good, first=10)
     assert store.load(bad).num_local == 3, "in memory nothing happened"
+    stops_writing(store)
     store.empty_memory()
-    assert store.load(bad).num_blocks == 0
+    # What is before others that were offered is written again after a write that works; the last block is not.
+    assert store.load(bad).num_disk == store.disk.pool.lookup(bad) < 3
     store.save(bad)
+    assert store.disk.pool.lookup(bad) == 3
 
 
 def test_three_errors_in_a_row_turn_the_tier_off_for_a_while(start, cluster, writes, monkeypatch):
