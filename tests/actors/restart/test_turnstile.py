@@ -19,6 +19,7 @@ from kvstore.actors.restart import turnstile
 from kvstore.actors.restart.turnstile import one_restart
 from kvstore.cli import main
 from kvstore.errors import StoreBusy, StoreNotRunning
+from kvstore.runtime.threads.own_thread import on_thread
 
 pytestmark = pytest.mark.ray
 
@@ -125,14 +126,8 @@ def test_a_restart_of_a_store_that_was_stopped_ends_and_touches_nothing_of_the_n
 def test_an_interrupt_in_the_moment_when_the_name_is_given_leaves_no_name(
     ray_cluster, impatient, monkeypatch, eventually
 ):
-    asked_for, gate = turnstile._asked_for, threading.Event()
-
-    def slow(path):
-        made = asked_for(path)
-        gate.wait(30)
-        return made
-
-    monkeypatch.setattr(turnstile, "_asked_for", slow)
+    gate = threading.Event()
+    monkeypatch.setattr(turnstile, "on_thread", lambda name, do: on_thread(name, lambda: (do(), gate.wait(30))[0]))
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt), one_restart("interrupted", print):
