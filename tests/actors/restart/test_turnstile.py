@@ -114,11 +114,11 @@ def test_a_restart_of_a_store_that_was_stopped_ends_and_touches_nothing_of_the_n
     kvstore.connect("stopped").destroy()
     other = kvstore.start("2MiB", name="stopped")
     try:
-        before = [find_actor(actor_name("stopped", "node", node_id))._actor_id for node_id in node_ids]
+        before = [find_actor(actor_name("stopped", "node", node_id)) for node_id in node_ids]
         gate.set()
         first.join(60)
         assert "was stopped while it was restarted" in str(errors[0])
-        assert [find_actor(actor_name("stopped", "node", node_id))._actor_id for node_id in node_ids] == before
+        assert [find_actor(actor_name("stopped", "node", node_id)) for node_id in node_ids] == before
     finally:
         other.destroy()
 
