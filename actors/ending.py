@@ -44,6 +44,10 @@ def end_actors(name: str, patience_s: float = _CALL_S, reason: str = ASKED_TO_ST
         raise unknown[supervisor]
     if unknown:
         own.pop(supervisor, None)
+    # First, so that a restart which runs looks, and touches none of the stores that are ending.
+    if (restart := own.get(actor_name(name, "restart"))) is not None:
+        with contextlib.suppress(KVStoreError), ray_failures("restart"):
+            ray.kill(restart)
     stops, ends = dict[str, Any](), dict[str, Any]()
     for path, handle in own.items():
         _, _, node = path.partition(f"{actor_name(name, 'node')}/")

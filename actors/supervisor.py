@@ -302,7 +302,8 @@ class Supervisor:
         what = f"shard {number} of the directory" if is_split else "the directory"
         if self._serving_actor(name, what, may_restart=True) is None:
             # Ray restarts the directory; this makes the first one, and another one if Ray has given up.
-            is_first = set(actors_of(self._config.name)) <= {self._name("supervisor"), *self._shards()}
+            others = {self._name("supervisor"), self._name("restart"), *self._shards()}
+            is_first = set(actors_of(self._config.name)) <= others
             options: dict[str, Any] = {"max_restarts": -1, "max_concurrency": 8}
             options |= {"scheduling_strategy": "SPREAD"} if is_split else {}
             make_answering(name, Directory, HEALTH_GROUP, (is_first, number, self._config.to_json()), **options)

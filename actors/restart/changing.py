@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -137,7 +137,9 @@ def give_way(supervisor: Any, reason: str) -> None:
         stop_for("supervisor", supervisor, reason, _CALL_S)
 
 
-def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable[str] = ()) -> tuple[Any, StoreConfig]:
+def replace_supervisor(
+    name: str, changes: Mapping[str, Any], node_ids: Iterable[str] = (), check: Callable[[], None] = lambda: None
+) -> tuple[Any, StoreConfig]:
     """End a store's supervisor and make another one, with changed settings and this version of raykv.
 
     Stores with the old settings serve on; the new supervisor names them under problems, and leaves them alone.
@@ -146,6 +148,7 @@ def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable
         name: of the store.
         changes: of its settings.
         node_ids: of the nodes that will be restarted, where the settings have to work.
+        check: raises StoreNotRunning if the store was stopped meanwhile: it must not begin again.
 
     Returns:
         Its handle, and the settings.
@@ -185,6 +188,7 @@ def replace_supervisor(name: str, changes: Mapping[str, Any], node_ids: Iterable
             ray.kill(old)
     deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"], True, True)
     while True:
+        check()
         try:
             made = make_actor(path, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
             # Ray names the old one a moment longer. `have`: no call of `start` that fails may end this store.

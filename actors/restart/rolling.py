@@ -87,7 +87,7 @@ def _restart(
     """Restart these nodes, as `restart_store` says; no other restart runs."""
     if not cold:
         keep_longer(name, wanted)  # Before all that takes time.
-    supervisor, config = replace_supervisor(name, changes, wanted)
+    supervisor, config = replace_supervisor(name, changes, wanted, check)
     results: dict[str, dict[str, Any]] = {}
     for number, node_id in enumerate(wanted):
         check()
@@ -164,6 +164,7 @@ class Turn:
         # The next store needs a part of the time for which an earlier restart said that the memory is kept.
         was_kept = not cold and keep_longer(self._name, [self._node_id])
         old = self.find_old()
+        self._check()
         if old is not None:
             self._again = " again"
             check_node(self._node_id, old, self._config)  # Again: the nodes before it may have taken an address.

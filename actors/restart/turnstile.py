@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
-from kvstore.errors import KVStoreError, StoreBusy, StoreNotRunning
+from kvstore.errors import KVStoreError, StoreBusy, StoreNotRunning, StoreUnavailable
 from kvstore.runtime.threads.own_thread import on_thread
 
 #: How long a restart that was interrupted may take to end before another one is refused.
@@ -78,7 +79,10 @@ def _entered(name: str, path: str, say: Callable[[str], object]) -> Any:
 def _made(path: str) -> Any:
     """Return an actor with the name, which ends with this process; None if another one has it."""
     # On a thread, where no Ctrl-C falls between the moment when Ray gives the name and the one when it is known here.
-    making = on_thread("raykv-restart", partial(_asked_for, path))
+    try:
+        making = on_thread("raykv-restart", partial(_asked_for, path))
+    except RuntimeError as error:
+        raise StoreUnavailable(f"no thread can be started for a restart: {error}") from error
     try:
         own = making.result()
     except BaseException:
@@ -100,10 +104,12 @@ def _made(path: str) -> Any:
 def _asked_for(path: str) -> Any:
     options = {"name": path, "namespace": RAY_NAMESPACE, "lifetime": "non_detached", "num_cpus": 0, "max_restarts": -1}
     with ray_failures(path):
+        # On this node, which surely has this version of raykv: an actor that cannot begin loses its name.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor_class: Any = ray.remote(Turnstile)
         try:
             # Ray gives the name here. The process of the actor may begin much later.
-            return actor_class.options(**options).remote(os.getpid(), socket.gethostname())
+            return actor_class.options(scheduling_strategy=here, **options).remote(os.getpid(), socket.gethostname())
         except ValueError:  # What Ray raises if there is such an actor.
             return None
 
@@ -116,7 +122,9 @@ def _undo(path: str, making: Future[Any]) -> None:
 def _check(name: str, path: str, own: Any) -> None:
     try:
         is_own = bool(find_actor(path)._actor_id == own._actor_id)
-    except StoreNotRunning:
+    except StoreNotRunning as error:
+        if not isinstance(error.__cause__, ValueError):  # This process has left its Ray.
+            raise
         is_own = False
     except KVStoreError:  # A cluster that says nothing has not said that the store was stopped.
         return

@@ -59,7 +59,7 @@ def find_room() -> Room:
         for limit_name, used_name in names:
             try:
                 limit = (folder / limit_name).read_text().strip()
-                used = int((folder / used_name).read_text()) - _cached_bytes(folder)
+                used = max(int((folder / used_name).read_text()) - _cached_bytes(folder), 0)
             except (OSError, ValueError):
                 continue
             if not limit.isdigit():

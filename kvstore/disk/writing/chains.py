@@ -146,10 +146,10 @@ def _has_room(memory: Pool, disk: Pool, tenant: str, run: Sequence[HeldBlock], s
         return True
     num_own = 0
     for owner, num_lacking in Counter(memory.tenants_of(slots) + [block.tenant for block in run]).items():
-        is_others = owner not in (tenant, SHARED)
-        num_own += (
-            num_lacking if owner == tenant else max(num_lacking - max(disk.room_of(owner), 0), 0) if is_others else 0
-        )
+        if owner == tenant:
+            num_own += num_lacking
+        elif owner != SHARED:
+            num_own += max(num_lacking - max(disk.room_of(owner), 0), 0)
     there = [0] * _STEP
     while num_own <= most and len(there) == _STEP:
         _, there, own = disk.climb(namespace, own, _STEP)

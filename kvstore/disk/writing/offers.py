@@ -46,7 +46,7 @@ class Offer:
     tenant: str = SHARED
     #: Whether those that are left out are counted; they are not if they were before.
     is_counted: bool = True
-    #: Whether they are written again, because their write failed.
+    #: Whether they are written again, because their write failed or that of what is behind them.
     is_again: bool = False
     #: Whether what is before them was offered first since their write failed.
     was_put_off: bool = False

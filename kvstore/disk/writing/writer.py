@@ -247,7 +247,7 @@ class Writer:
             self._leave_out(offer, "error", num_failed + len(wanted) - num_done)
             again, is_off = holes(disk, offer, [run for run, _ in claims]), self._is_off()
             with self._lock:
-                is_later = offer.is_again or is_off
+                is_later = is_off or (offer.is_again and not (offer.kind is OfferKind.BEFORE and offer.was_put_off))
                 self._queue.put([] if is_later else again, is_first=True)
                 self._again += again if is_later else []
             raise
