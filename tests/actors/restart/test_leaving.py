@@ -28,8 +28,8 @@ def test_a_node_that_leaves_ends_the_wait_and_the_error_says_so_but_not_when_the
     def begin(what, method):
         raise PeerLost("no round is made")
 
-    monkeypatch.setattr(module, "replace_supervisor", lambda name, changes, node_ids: (supervisor, StoreConfig()))
-    monkeypatch.setattr(module, "one_restart", lambda name, say: contextlib.nullcontext())
+    monkeypatch.setattr(module, "replace_supervisor", lambda *args: (supervisor, StoreConfig()))
+    monkeypatch.setattr(module, "one_restart", lambda name, say: contextlib.nullcontext(lambda: None))
     monkeypatch.setattr(module, "keep_longer", lambda name, node_ids: False)
     monkeypatch.setattr(module, "call", lambda *args, **options: {})
     for fake in (alive_nodes, find_actor, begin):
