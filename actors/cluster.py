@@ -192,7 +192,7 @@ class Store:
 
         Raises:
             ConfigError: a setting cannot work, here or on a node; nothing changed.
-            StoreUnavailable: a node has no store again. StoreBusy: another restart runs. Or as StoreNotRunning.
+            StoreBusy, StoreNotRunning, StoreUnavailable: another restart runs; it was stopped; a node has no store.
         """
         self._check()
         self.config, found = restart_store(self.config.name, node_ids, changes, cold, wait_s, on_step)
