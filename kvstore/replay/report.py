@@ -21,6 +21,7 @@ from kvstore.replay.bound import replay_bound
 from kvstore.replay.model import Rates, first_token_s, percentile
 from kvstore.replay.simulate import POOL_POLICIES, ROUTINGS, Nodes, replay_pools, replay_tiers
 from kvstore.replay.traces import Found, Outcome, TierOutcome, Trace
+from kvstore.runtime import clock
 from kvstore.tools.terminal import say_line
 
 POLICIES = (*POOL_POLICIES, "bound")
@@ -277,13 +278,13 @@ def _nothing() -> None:
 def _lines(name: str, num_requests: int) -> Callable[[], None]:
     """Say on stderr that a replay begins, and return what says now and then how far it is."""
     say_line(f"{name}: 0 of {num_requests:,} requests")
-    num_done, said_s = 0, time.monotonic()
+    num_done, said_s = 0, clock.now_s()
 
     def tick() -> None:
         nonlocal num_done, said_s
         num_done += 1
-        if time.monotonic() - said_s >= _LINE_EVERY_S or num_done == num_requests:
+        if clock.now_s() - said_s >= _LINE_EVERY_S or num_done == num_requests:
             say_line(f"{name}: {num_done:,} of {num_requests:,} requests")
-            said_s = time.monotonic()
+            said_s = clock.now_s()
 
     return tick
