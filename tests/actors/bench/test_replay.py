@@ -124,4 +124,8 @@ def test_an_error_of_a_real_replay_is_one_line_and_exit_status_2(trace):
     assert (result.exit_code, result.stdout) == (2, "")
     *progress, error = result.stderr.splitlines()
     assert error == "KVStoreError: row 4, block 21, node 1: wanted 0x01 at byte 77, got 0x00"
-    assert progress[-1] == "lru, 50 blocks: 60 of 60 requests"
+    assert progress == [
+        "lru, 50 blocks: 0 of 60 requests",
+        "lru, 50 blocks: 60 of 60 requests",
+        "starting a Ray of 2 node(s) for real stores",
+    ]

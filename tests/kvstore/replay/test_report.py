@@ -86,7 +86,7 @@ def test_no_bar_without_a_terminal(capsys):
 
 def test_a_long_replay_says_how_far_it_is_without_a_terminal(capsys, monkeypatch):
     times_s = iter([0.0, 2.0, 6.0, 6.0, 7.0, 8.0, 8.0])
-    monkeypatch.setattr(report.time, "monotonic", lambda: next(times_s))
+    monkeypatch.setattr(report.clock, "now_s", lambda: next(times_s))
     with progress_bar(1, 4, is_long=True) as begin:
         tick = begin("real, lru")
         for _ in range(4):
