@@ -158,14 +158,18 @@ class Writer:
                 if (offer := self._queue.take(self.num_in_turn())) is None:
                     return False
                 self.num_writing += len(offer.slots)
+                num_written = self.counts.num_written
             try:
                 self.write(offer, turn.close)
             finally:
                 with self._lock:
                     self.num_writing -= len(offer.slots)
         with self._lock:
-            self._queue.put(list(self._again), is_first=True)
-            self._again.clear()
+            if (
+                self.counts.num_written > num_written
+            ):  # A turn that asked the disk for nothing is no sign that it works.
+                self._queue.put(list(self._again), is_first=True)
+                self._again.clear()
         self.lost.run_if_due()
         return True
 

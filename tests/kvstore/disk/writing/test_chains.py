@@ -331,6 +331,20 @@ def test_two_failed_writes_at_once_leave_no_hole_in_what_is_written_before_other
     assert saves.stats()["dropped"] == {}
 
 
+def test_while_no_write_works_nothing_is_tried_again_and_again(start, cluster, writes, monkeypatch):
+    monkeypatch.setattr("kvstore.disk.breaker._MOST_ERRORS", 1 << 20)  # As if reads worked between the writes.
+    saves, hashes, writes.error = start(), cluster.hashes(42), refuse(errno.EIO)
+    for end in range(2, 42, 2):
+        saves.save(hashes[:end], is_written=False)
+        stops_writing(saves)
+    assert writes.num_calls <= 4 * 20
+    writes.error = None
+    saves.save(cluster.hashes(2, seed=1), 20)
+    stops_writing(saves)
+    saves.save(hashes)
+    assert saves.disk.pool.lookup(hashes) == 42
+
+
 def test_behind_low_blocks_nothing_is_written(start, cluster):
     saves, hashes = start(), cluster.hashes(8)
     saves.worker.client.save(hashes[:4], range(4), priority="low").result(10.0)
