@@ -86,13 +86,14 @@ class Supervisor:
 
     @ray.method(concurrency_group=ASKED)
     def config(self) -> dict[str, Any]:
-        """Return the settings that a connecting process must match, and whether the store is ending."""
+        """Return the settings that a connecting process must match, and whether the store is ending, or only this."""
         return self._describe()
 
     def _describe(self) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL_VERSION, "config": self._config.to_json(), "starter": self._starter,
-            "is_ending": self._stopping.is_set(), "version": own_version(), "host": node_address(),
+            "is_ending": self._stopping.is_set(), "ends_stores": self._ends_stores.is_set(),
+            "version": own_version(), "host": node_address(),
         }  # fmt: skip
 
     @ray.method(concurrency_group=ASKED)

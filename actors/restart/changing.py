@@ -101,16 +101,19 @@ def _running(name: str, path: str) -> tuple[Any, dict[str, Any]]:
     A restart that was killed may have left none.
 
     Raises:
-        StoreNotRunning: there is no node's store either.
+        StoreNotRunning: there is no node's store either, or the store is being stopped.
     """
     try:
         supervisor = find_actor(path)
-        return supervisor, call("supervisor", supervisor.config, timeout_s=_CALL_S)
+        said = call("supervisor", supervisor.config, timeout_s=_CALL_S)
     except StoreNotRunning:
         for handle in node_stores(name).values():
             settings = call("store", handle.settings, timeout_s=_CALL_S)
             return None, {"config": settings, "protocol": PROTOCOL_VERSION, "starter": ""}
         raise
+    if said.get("ends_stores"):  # Not of a supervisor that gave way to a restart which was killed then.
+        raise StoreNotRunning(f"store {name!r} is being stopped; nothing was restarted")
+    return supervisor, said
 
 
 def check_node(node_id: str, handle: Any, config: StoreConfig) -> None:

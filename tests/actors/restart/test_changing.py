@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from ray import exceptions
 
 from kvstore.actors.restart import changing
 from kvstore.actors.restart.changing import changed, replace_supervisor
 from kvstore.config import StoreConfig
-from kvstore.errors import ConfigError, PeerLost, StoreUnavailable
+from kvstore.errors import ConfigError, IncompatibleStore, PeerLost, StoreNotRunning, StoreUnavailable
 
 SETTINGS = StoreConfig(capacity_bytes=1 << 20)
 
@@ -95,4 +97,15 @@ def test_a_supervisor_that_another_restart_ends_just_now_is_not_called_lost(monk
 
     monkeypatch.setattr(changing, "_running", running)
     with pytest.raises(error, match=says):
+        replace_supervisor("s", {})
+
+
+@pytest.mark.parametrize("ends_stores", [True, False])
+def test_a_store_that_is_being_stopped_gets_no_other_supervisor(monkeypatch, ends_stores):
+    """But one whose supervisor gave way to a restart that was killed then does."""
+    said = {"protocol": 0, "config": "{}", "starter": "", "is_ending": True, "ends_stores": ends_stores}
+    monkeypatch.setattr(changing, "find_actor", lambda path: SimpleNamespace(config=None))
+    monkeypatch.setattr(changing, "call", lambda *args, **options: said)
+    wanted = (StoreNotRunning, "is being stopped") if ends_stores else (IncompatibleStore, "of protocol")
+    with pytest.raises(wanted[0], match=wanted[1]):
         replace_supervisor("s", {})
