@@ -84,7 +84,7 @@ class WriteBack:
                 # While others write, a turn that finds nothing is no news.
                 self._num_turns += has_found or not self.num_writing
                 self._turned.notify_all()
-        self._writer.lost.run_if_due()
+        self._writer.sweep.run_if_due()
         return has_found
 
     def _write(self, victims: Victims, claimed: Callable[[], None]) -> int:

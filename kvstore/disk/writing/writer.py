@@ -81,9 +81,9 @@ class Writer:
         self.num_writing = 0
         self.counts = WriterCounts()
         self._pages = RunPages(MOST_BLOCKS)
-        self.lost = Sweep(context.memory_pool, context.disk_pool, context.changed)
+        self.sweep = Sweep(context.memory_pool, context.disk_pool, context.changed)
         self._rewrites = Rewrites(context.disk_pool.num_slots)
-        #: What failed twice: it is written again after a turn that does not fail.
+        #: What failed twice: it is written again after a write that works.
         self._again = deque[Offer](maxlen=_MOST_AGAIN)
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
@@ -139,7 +139,7 @@ class Writer:
             self._wake()
 
     def drop_all(self, reason: str) -> None:
-        """Leave out all that waits, and count those of these blocks that are not on the disk."""
+        """Leave out all that waits, and count those of these blocks that are not on the disk; retries are kept."""
         with self._lock:
             offers = self._queue.take_all()
             self._again += [offer for offer in offers if offer.is_again]
@@ -165,12 +165,11 @@ class Writer:
                 with self._lock:
                     self.num_writing -= len(offer.slots)
         with self._lock:
-            if (
-                self.counts.num_written > num_written
-            ):  # A turn that asked the disk for nothing is no sign that it works.
+            # A turn that asked the disk for nothing is no sign that it works.
+            if self.counts.num_written > num_written:
                 self._queue.put(list(self._again), is_first=True)
                 self._again.clear()
-        self.lost.run_if_due()
+        self.sweep.run_if_due()
         return True
 
     @property
