@@ -49,6 +49,7 @@ def clear_everywhere(
         for node, said in ask_all(methods, namespace, version, timeout_s=_CALL_S).items():
             if isinstance(said, StaleVersion):
                 # A store that was asked has been cleared since, by another caller or through the directory.
+                cleared += said.num_cleared
                 late += [node] if node not in asked else []
                 has_heard = has_heard or node in shards
             elif isinstance(said, InvalidRequest):
@@ -84,11 +85,11 @@ def _clear_later_ones(
         known |= later
         methods = {node: handle.clear for node, handle in later.items()}
         for node, said in ask_all(methods, namespace, version, timeout_s=_CALL_S).items():
-            if isinstance(said, StaleVersion):
-                continue  # It knows this clearing.
-            if isinstance(said, InvalidRequest):
+            if isinstance(said, StaleVersion):  # It knows this clearing.
+                cleared += said.num_cleared
+            elif isinstance(said, InvalidRequest):
                 raise said
-            if isinstance(said, KVStoreError):
+            elif isinstance(said, KVStoreError):
                 logger.warning("clear: the %s did not answer: %s", what_is(node), said)
             else:
                 cleared += int(said)

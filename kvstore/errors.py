@@ -75,6 +75,9 @@ class StaleTicket(InvalidRequest):
 class StaleVersion(InvalidRequest):
     """A clearing is not later than the last one, or blocks are from before it; nothing was changed."""
 
+    #: Blocks that went with this very clearing when another process reported it; each is told to one caller only.
+    num_cleared: int = 0
+
 
 class ForkedClient(InvalidRequest):
     """A client, a lease, a job or Ray was used in a fork of the process that made it; nothing changed."""

@@ -18,7 +18,7 @@ from kvstore.bounds import MAX_BLOCK_BYTES, MAX_NAMESPACES, MIN_BLOCK_BYTES, che
 from kvstore.config import StoreConfig
 from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.tier import DiskTier
-from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreDraining, StoreUnavailable
+from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StaleVersion, StoreDraining, StoreUnavailable
 from kvstore.memory.presence import PresenceTable
 from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES, divided
 from kvstore.node.traffic import Traffic
@@ -67,14 +67,13 @@ class PoolService:
         divided: Callable[[Pool, int], None],
         disk: DiskTier | None = None,
     ) -> None:
-        self._node_id, self._config, self._epoch = node_id, config, epoch
+        self._node_id, self._config, self._epoch, self._limit = node_id, config, epoch, LogLimit(at_once=MOST_LINES)
         self._presence, self.versions, self._disk, self.traffic = presence, versions, disk, Traffic()
         self._changed, self._wake, self._divided, self._attach_lock = changed, wake, divided, threading.Lock()
         self.current, self.slot_bytes = Pool(0, epoch=epoch, clears=presence.clears), 0
         self.reclaimer: Reclaimer | None = None  # None before the first namespace attaches, and without watermarks.
         self.block_bytes: dict[bytes, int] = {}  # Of each namespace that has attached.
         self.is_draining = self.is_ending = self.is_closed_to_peers = False
-        self._limit = LogLimit(at_once=MOST_LINES)
 
     @property
     def is_attached(self) -> bool:
@@ -105,8 +104,7 @@ class PoolService:
         with self._attach_lock:
             if len(self.block_bytes) >= MAX_NAMESPACES and namespace not in self.block_bytes:
                 raise ConfigError(f"wanted at most {MAX_NAMESPACES} namespaces in a store, got one more; restart it")
-            known = self.block_bytes.get(namespace, block_bytes)
-            if known != block_bytes:
+            if (known := self.block_bytes.get(namespace, block_bytes)) != block_bytes:
                 raise LayoutMismatch(
                     f"blocks of this namespace have {known} bytes here, got a client with {block_bytes}; "
                     "run one version of raykv everywhere"
@@ -303,8 +301,7 @@ class PoolService:
     def clear(self, namespace: bytes, version: int | None = None) -> int:
         """Clear a namespace: all its blocks here become misses; return how many there were.
 
-        Stores with different versions of a namespace grant each other nothing, so a node that was not notified
-        yet cannot bring old blocks back.
+        A node that was not notified yet cannot bring old blocks back: it has another version, and is granted nothing.
 
         Args:
             namespace: of the blocks.
@@ -314,12 +311,15 @@ class PoolService:
             StaleVersion: `version` is not later; nothing changed.
             InvalidRequest: `version` is not a version, or far ahead of the last; nothing changed.
         """
-        cleared = self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0)
-        self._wake()  # The control thread sweeps the disk's slots.
-        self.current.sweep_all()
-        if self._disk is not None and not self._disk.wait_saved(self._config.disk_timeout_s):
-            logger.warning("namespace %s is cleared, but the disk does not keep that yet", namespace.hex()[:12])
-        return cleared or 0  # Never None: every version that is noted is above 0.
+        try:  # Never None: every version that is noted is above 0.
+            return self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0) or 0
+        except StaleVersion as error:
+            error.num_cleared = self.versions.take_heard(namespace, version)
+            raise
+        finally:  # What this store has heard already has to last, too, when the caller goes on.
+            self.current.sweep_all()
+            if self._disk is not None and not self._disk.wait_saved(self._config.disk_timeout_s):
+                logger.warning("namespace %s is cleared, but the disk does not keep that yet", namespace.hex()[:12])
 
     def hear_clearing(self, namespace: bytes, version: int) -> None:
         """Clear, because another process knows a later version; do nothing if `version` is known here.
@@ -329,8 +329,8 @@ class PoolService:
         """
         # The control thread sweeps later, in steps: this may be that thread, and a full sweep takes long.
         with suppress(StoreUnavailable):  # The memory was handed over: the next life hears of it.
-            if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)) is not None:
-                self._wake()
+            begin = partial(self._begin_clear, namespace, lambda: self.versions.hear(namespace, version))
+            self.versions.count_heard(namespace, version, begin)
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
         # Memory and disk in one step, so that no block survives on its way from one to the other.
@@ -344,6 +344,7 @@ class PoolService:
         if cleared is not None:
             # Even when no block was dropped: the directory notifies the stores that do not know the version yet.
             self._changed()
+            self._wake()  # The control thread sweeps slots: those of the disk, or all.
             log_life("namespace_cleared", limit=self._limit, node=self._node_id, namespace=namespace.hex()[:12],
                      version=self.versions.get(namespace), num_blocks=cleared)  # fmt: skip
         return cleared

@@ -30,10 +30,12 @@ class NamespaceVersions:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._hearing = threading.Lock(), threading.Lock()
         self._serial, self._log = 0, LogLimit()
         #: By group: (version, serial when it was noted, the namespace that it was noted for).
         self._known: dict[bytes, tuple[int, int, bytes]] = {}
+        #: By group: (version of the last clearing that was heard, how many blocks went with it).
+        self._heard: dict[bytes, tuple[int, int]] = {}
 
     def get(self, namespace: bytes) -> int:
         """Return the version of a namespace."""
@@ -75,6 +77,18 @@ class NamespaceVersions:
         except StaleVersion:
             return False
         return True
+
+    def count_heard(self, namespace: bytes, version: int, begin: Callable[[], int | None]) -> None:
+        """Call `begin`, which clears because another process reported it, and note how many blocks it says went."""
+        with self._hearing:
+            if num_cleared := begin():
+                self._heard[group_of(namespace)] = version, num_cleared
+
+    def take_heard(self, namespace: bytes, version: int | None) -> int:
+        """Return how many blocks went with a clearing that was heard, to the first caller; 0 to others."""
+        with self._hearing:
+            heard, _ = self._heard.get(group_of(namespace), (None, 0))
+            return self._heard.pop(group_of(namespace))[1] if heard is not None and heard == version else 0
 
     def hear_all(self, versions: Mapping[bytes, int], hear: Callable[[bytes, int], object] | None = None) -> None:
         """Note many clearings, each with `hear`. Skip those that are not valid, and log some of them."""

@@ -72,6 +72,21 @@ def test_every_clearing_takes_effect_whatever_clocks_say(cluster, monkeypatch, s
         assert reader.load(hashes, range(10)).num_blocks == 0
 
 
+def test_a_store_that_hears_of_a_clearing_before_it_is_asked_counts(cluster):
+    """The directory, or a peer, may be faster than the caller."""
+    core, hashes = cluster.add("a", mover=False), cluster.hashes(10)
+    assert cluster.worker("a", seed=1).save(hashes, range(10)).num_written == 10
+    known, service = NamespaceVersions(), core.state.pool_service
+
+    def clear(namespace, version):
+        service.hear_clearing(namespace, version)
+        return service.clear(namespace, version)
+
+    stores = {"a": Handle(clear=clear, version=core.state.versions.get)}
+    assert clear_everywhere(SPACE.digest, stores, directory_of_versions(known)) == 10
+    assert clear_everywhere(SPACE.digest, stores, directory_of_versions(known)) == 0
+
+
 def test_a_clearing_is_later_than_all_that_any_node_or_the_directory_knows(cluster):
     cores = [cluster.add(node, mover=False) for node in "ab"]
     stores, directory = {core.state.node_id: store_of(core) for core in cores}, directory_of(cluster.directory)

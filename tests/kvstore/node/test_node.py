@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 
@@ -344,6 +345,20 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
     assert core.state.pool_service.lookup(hashes) == 3
     assert core.state.pool_service.clear(cluster.space.digest, 3) == 3
     assert core.state.versions.get(cluster.space.digest) == 3
+
+
+def test_blocks_that_went_when_a_clearing_was_heard_are_told_to_its_caller_once(cluster):
+    one, _ = two_nodes(cluster)
+    service, namespace = cluster.nodes["a"].state.pool_service, cluster.space.digest
+    one.save(cluster.hashes(3), range(3))
+    service.hear_clearing(namespace, 2)
+    counts = []
+    for version in (1, 2, 2):
+        with pytest.raises(StaleVersion) as refused:
+            service.clear(namespace, version)
+        counts.append(pickle.loads(pickle.dumps(refused.value)).num_cleared)
+    assert counts == [0, 3, 0]
+    assert service.clear(namespace, 3) == 0
 
 
 @pytest.fixture
