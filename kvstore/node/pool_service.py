@@ -312,14 +312,16 @@ class PoolService:
             InvalidRequest: `version` is not a version, or far ahead of the last; nothing changed.
         """
         try:  # Never None: every version that is noted is above 0.
-            return self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0) or 0
-        except StaleVersion as error:
-            error.num_cleared = self.versions.take_heard(namespace, version)
-            raise
-        finally:  # What this store has heard already has to last, too, when the caller goes on.
-            self.current.sweep_all()
-            if self._disk is not None and not self._disk.wait_saved(self._config.disk_timeout_s):
-                logger.warning("namespace %s is cleared, but the disk does not keep that yet", namespace.hex()[:12])
+            cleared, stale = self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0), None
+        except StaleVersion as error:  # What was heard here has to last, too, when the caller goes on.
+            cleared, stale = 0, error
+            stale.num_cleared = self.versions.take_heard(namespace, version)
+        self.current.sweep_all()
+        if self._disk is not None and not self._disk.wait_saved(self._config.disk_timeout_s):
+            logger.warning("namespace %s is cleared, but the disk does not keep that yet", namespace.hex()[:12])
+        if stale is not None:
+            raise stale
+        return cleared or 0
 
     def hear_clearing(self, namespace: bytes, version: int) -> None:
         """Clear, because another process knows a later version; do nothing if `version` is known here.
@@ -327,10 +329,8 @@ class PoolService:
         Raises:
             InvalidRequest: `version` is far ahead of the one known here; nothing changed.
         """
-        # The control thread sweeps later, in steps: this may be that thread, and a full sweep takes long.
         with suppress(StoreUnavailable):  # The memory was handed over: the next life hears of it.
-            begin = partial(self._begin_clear, namespace, lambda: self.versions.hear(namespace, version))
-            self.versions.count_heard(namespace, version, begin)
+            self.versions.count_heard(namespace, version, self._begin_clear)
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
         # Memory and disk in one step, so that no block survives on its way from one to the other.
@@ -344,7 +344,7 @@ class PoolService:
         if cleared is not None:
             # Even when no block was dropped: the directory notifies the stores that do not know the version yet.
             self._changed()
-            self._wake()  # The control thread sweeps slots: those of the disk, or all.
+            self._wake()  # The control thread, which may be this one, sweeps slots in steps: all of them take long.
             log_life("namespace_cleared", limit=self._limit, node=self._node_id, namespace=namespace.hex()[:12],
                      version=self.versions.get(namespace), num_blocks=cleared)  # fmt: skip
         return cleared

@@ -78,10 +78,17 @@ class NamespaceVersions:
             return False
         return True
 
-    def count_heard(self, namespace: bytes, version: int, begin: Callable[[], int | None]) -> None:
-        """Call `begin`, which clears because another process reported it, and note how many blocks it says went."""
+    def count_heard(
+        self, namespace: bytes, version: int, begin_clear: Callable[[bytes, Callable[[], bool]], int | None]
+    ) -> None:
+        """Have a clearing that another process reported done if `hear` says that it is new; note how many blocks went.
+
+        Args:
+            namespace, version: of the clearing.
+            begin_clear: clears a namespace if a function that it calls says so; returns the number of blocks.
+        """
         with self._hearing:
-            if num_cleared := begin():
+            if num_cleared := begin_clear(namespace, lambda: self.hear(namespace, version)):
                 self._heard[group_of(namespace)] = version, num_cleared
 
     def take_heard(self, namespace: bytes, version: int | None) -> int:
