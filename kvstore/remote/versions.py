@@ -84,7 +84,8 @@ class NamespaceVersions:
         """Have a clearing that another process reported done if `hear` says that it is new; note how many blocks went.
 
         Args:
-            namespace, version: of the clearing.
+            namespace: of the clearing.
+            version: likewise.
             begin_clear: clears a namespace if a function that it calls says so; returns the number of blocks.
         """
         with self._hearing:
