@@ -71,22 +71,22 @@ class DiskTier:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"disk_path: wanted a readable file, got {error}; give another path") from error
-        self._lock, limit, path = threading.Lock(), LogLimit(at_once=MOST_LINES), self._folder.path
+        self._stopping, self._has_stopped = threading.Lock(), threading.Event()
+        limit, path = LogLimit(at_once=MOST_LINES), self._folder.path
         self._say_off = partial(log_life, "disk_off", level=logging.ERROR, limit=limit, path=path)
         self._say_on = partial(log_life, "disk_on", limit=limit, path=path)
         self._versions = VersionsKeeper(self._folder.path / VERSIONS, versions_now, self.old_versions)
         #: Why the tier begins empty, or stays off for good.
         self.note = self.why_off = ""
         self.pool = Pool(0)
-        self._is_admitted = self._is_stopping = self._is_stopped = False
+        self._is_admitted = self._is_stopped = False
         self._context: TierContext | None = None
         self._writer: Writer | None = None
         self._back: WriteBack | None = None
         self._reader: Reader | None = None
         self._threads: DiskThreads | None = None
-        self.num_restored = 0
-        #: Of blocks that loads of this node read.
-        self.rate = MeasuredRate()
+        #: Blocks of earlier stores, and the rate of loads of this node.
+        self.num_restored, self.rate = 0, MeasuredRate()
         self._beginning = threading.Lock()  # Files are opened, or read: they must not be closed meanwhile.
         # At once: a clearing before the first client has to last, too.
         self._versions.thread.start()
@@ -136,8 +136,7 @@ class DiskTier:
             if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
                 self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
             tenants = disk_tenants(self._config.tenants, num_slots, place_bytes(slot_bytes))
-            has_roots = self._config.num_directory_shards > 1
-            pool = Pool(num_slots, presence=presence, has_roots=has_roots, tenants=tenants)
+            pool = Pool(num_slots, presence=presence, has_roots=self._config.num_directory_shards > 1, tenants=tenants)
             self._context = TierContext(
                 tier_id=bytes.fromhex(label.tier_id),
                 memory_pool=memory_pool,
@@ -323,11 +322,16 @@ class DiskTier:
         }
 
     def stop(self) -> None:
-        """End the threads and let the folder go; may be called again. Writes back for some seconds before."""
-        with self._lock:
-            if self._is_stopping:
-                return
-            self._is_stopping = True
+        """End the threads and let the folder go. Writes back for some seconds before; another call waits for that."""
+        if not self._stopping.acquire(blocking=False):  # For good.
+            self._has_stopped.wait(_WRITE_BACK_S + 2 * _STOP_S)  # The caller closes the memory next.
+            return
+        try:
+            self._stop()
+        finally:
+            self._has_stopped.set()
+
+    def _stop(self) -> None:
         if self._back is not None and (num_left := self._back.write_rest(_WRITE_BACK_S)):
             logger.warning("%d blocks of memory were not written back at the stop", num_left)
         self._is_stopped = True
@@ -338,7 +342,6 @@ class DiskTier:
         for stop in (self._versions.close, self._threads.stop if self._threads is not None else lambda left_s: True):
             has_ended &= stop(max(until_s - clock.now_s(), 0.0))
         if not has_ended:
-            # The folder stays locked as long as a call may still write to it: until this process ends.
             logger.warning("the disk does not answer; its folder stays locked until this process ends")
             return
         if self._context is not None:

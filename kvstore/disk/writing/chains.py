@@ -8,8 +8,8 @@ what is behind a block that is lost is evicted from the disk.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +28,8 @@ _STEP = 256
 _SLICE = 4096
 #: For each saved block, so many that the disk has lost may be written in the places of others.
 _REWRITES = 4
+#: So many runs that were lost are kept in mind.
+_MOST_LOST = 256
 #: It is looked for blocks that nobody can find when one of so many of the disk's blocks was evicted.
 _SWEPT_SHARE = 16
 
@@ -98,33 +100,18 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
     the same. What is being written to the disk counts as there. A run that the quota of its tenant has no room for is
     counted as refused.
     """
-    namespace, own, slots, names, is_linked = offer.namespace, run[0].parent, list[int](), list[bytes](), True
+    slots, names, own, is_linked, tenant = list[int](), list[bytes](), run[0].parent, True, run[0].tenant
     # What can have no places together is not tried: it would take those of others for nothing.
-    can_fit = run[-1].depth < disk.num_slots
-    while can_fit and own != namespace:
-        hashes, more, above = memory.climb(namespace, own, _STEP)
-        here = disk.held(namespace, [*hashes, above])
-        end = next((at for at, name in enumerate([*hashes, above]) if name in here), None)
-        slots += more[:end]
-        names += hashes[:end]
-        if end is not None:
-            own = [*hashes, above][end]
-            break
-        if above != namespace and len(more) < _STEP:
-            is_linked = False  # The block there is still being written to memory, and comes to the disk later.
-            break
-        own = above
-    kind, tenant = OfferKind.BEHIND, run[0].tenant
-    if offer.kind is OfferKind.BEFORE:  # It failed, and goes on as such.
-        kind, tenant = offer.kind, offer.tenant
+    if can_fit := run[-1].depth < disk.num_slots:
+        slots, names, own, is_linked = _lacking(memory, disk, offer.namespace, own)
     if can_fit and not _has_room(memory, disk, tenant, run, slots, own):
         can_fit = False
         disk.note_refused(tenant, len(run) if offer.is_counted else 0)
-    behind = replace(offer.part(run, kind, [] if can_fit else ["disk_full"]), was_put_off=True)
+    behind = offer.part(run, OfferKind.BEHIND, [] if can_fit else ["disk_full"])
     before = replace(
         behind,
-        slots=slots[::-1],
-        hashes=names[::-1],
+        slots=slots,
+        hashes=names,
         generations=(),
         kind=OfferKind.BEFORE,
         tenant=tenant,
@@ -133,6 +120,29 @@ def put_off(memory: Pool, disk: Pool, offer: Offer, run: Sequence[HeldBlock], re
     )
     offers = [before, behind] if slots and can_fit else [replace(behind, is_unlinked=can_fit and not is_linked)]
     return [*offers, offer.part(rest, offer.kind)] if rest else offers
+
+
+def _lacking(
+    memory: Pool, disk: Pool, namespace: bytes, own: bytes, offered: Set[bytes] = frozenset()
+) -> tuple[list[int], list[bytes], bytes, bool]:
+    """Return what memory has of a chain up to a block and the disk lacks: slots and hashes, from the root on.
+
+    What is `offered` to the disk already counts as there.
+    Then comes what is before these, and whether the disk has it or it is being written there, as is the namespace
+    before a root. If not, memory lacks it, too, or it is still being written there and comes to the disk later.
+    """
+    slots, names, is_linked = list[int](), list[bytes](), True
+    while own != namespace:
+        hashes, more, above = memory.climb(namespace, own, _STEP)
+        here = disk.held(namespace, [*hashes, above]) | offered
+        end = next((at for at, name in enumerate([*hashes, above]) if name in here), None)
+        slots += more[:end]
+        names += hashes[:end]
+        own = above if end is None else [*hashes, above][end]
+        if end is not None or (own != namespace and len(more) < _STEP):
+            is_linked = end is not None
+            break
+    return slots[::-1], names[::-1], own, is_linked
 
 
 def _has_room(memory: Pool, disk: Pool, tenant: str, run: Sequence[HeldBlock], slots: list[int], own: bytes) -> bool:
@@ -174,8 +184,64 @@ def holes(disk: Pool, offer: Offer, failed: Iterable[Sequence[HeldBlock]]) -> li
         if end := max(ends, default=0) if offer.kind is OfferKind.SAVED else len(run):
             is_unlinked = kind is OfferKind.BEFORE and not offer.needs_parent(run[0])
             part = offer.part(run[:end], kind)
-            found.append(replace(part, is_unlinked=is_unlinked, is_counted=False, is_again=True, was_put_off=False))
+            found.append(replace(part, is_unlinked=is_unlinked, is_counted=False, is_again=True))
     return found
+
+
+class Lost:
+    """What is to be written when a write has worked again: its own write failed twice, or that of what is before it.
+
+    Each run of blocks is noted once.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[bytes, bytes, bytes], Offer] = {}
+
+    def note(self, offers: Iterable[Offer]) -> None:
+        """Note the runs of offers; beyond so many the oldest are forgotten."""
+        for offer in offers:
+            key = offer.namespace, offer.hashes[0], offer.hashes[-1]
+            self._runs.pop(key, None)
+            self._runs[key] = offer
+        for key in list(self._runs)[:-_MOST_LOST]:
+            del self._runs[key]
+
+    def take(self) -> list[Offer]:
+        """Return and forget all."""
+        runs, self._runs = list(self._runs.values()), {}
+        return runs
+
+
+def mends(
+    memory: Pool,
+    disk: Pool,
+    lost: Iterable[Offer],
+    offer_of: Callable[[bytes, list[int], OfferKind], Offer],
+) -> list[Offer]:
+    """Return what is to be written so that lost runs can be found on the disk, with all that it lacks before them.
+
+    What memory has no longer, or what is before it, is left out.
+
+    Args:
+        memory: of the blocks.
+        disk: lacks them.
+        lost: the runs, as `Lost.take` returns them.
+        offer_of: makes an offer of slots of a namespace.
+    """
+    offers, offered = list[Offer](), defaultdict[bytes, set[bytes]](set)
+    for run in lost:
+        namespace, found, here = run.namespace, list[Offer](), disk.held(run.namespace, run.hashes)
+        for own in reversed(run.hashes):  # Others may have written some of them meanwhile.
+            if own in here or own in offered[namespace]:
+                continue
+            slots, names, above, is_linked = _lacking(memory, disk, namespace, own, offered[namespace])
+            if slots and (is_linked or memory.held(namespace, [above])):
+                payer = run.tenant or memory.tenants_of(slots[-1:])[0]
+                offer = replace(offer_of(namespace, slots, OfferKind.BEFORE), hashes=names, tenant=payer)
+                found.append(replace(offer, is_unlinked=not is_linked, is_counted=False, is_again=True))
+                offered[namespace].update(names)
+        offers += reversed(found)
+    return offers
 
 
 class Sweep:

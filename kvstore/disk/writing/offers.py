@@ -46,18 +46,10 @@ class Offer:
     tenant: str = SHARED
     #: Whether those that are left out are counted; they are not if they were before.
     is_counted: bool = True
-    #: Whether they are written again, because their write failed or that of what is behind them.
+    #: Whether a write of them failed before, or of what is behind them: they are not tried once more at once.
     is_again: bool = False
-    #: Whether what is before them was offered first since their write failed.
-    was_put_off: bool = False
     #: Why some of these blocks, or of those before them, were left out; shared with those BEHIND.
     why: list[str] = field(default_factory=list)
-
-    @property
-    def may_be_put_off(self) -> bool:
-        """Whether what the disk lacks before these blocks is offered first; once for each of them, or each failure."""
-        has_failed = self.is_again and not self.was_put_off
-        return self.kind is OfferKind.SAVED or (self.kind is OfferKind.BEFORE and has_failed)
 
     def needs_parent(self, first: HeldBlock) -> bool:
         """Return whether a run of these blocks is written only behind the block before it; `first` is its first one."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -21,7 +20,7 @@ from kvstore.blocks.indexes import ints_in
 from kvstore.disk.places import TierContext, records_of, write_blocks
 from kvstore.disk.slot_file import RunPages
 from kvstore.disk.writing.admission import SeenFilter, WriteBudget, WriterCounts
-from kvstore.disk.writing.chains import Rewrites, Sweep, allowed, holes, put_off, runs_to_write
+from kvstore.disk.writing.chains import Lost, Rewrites, Sweep, allowed, holes, mends, put_off, runs_to_write
 from kvstore.disk.writing.offers import LEAST_SHARE, MOST_BLOCKS, Offer, OfferKind, OfferQueue
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted
 from kvstore.pool.eviction.learned import SAVE_GAP_S, USE_GAP_S
@@ -32,8 +31,6 @@ logger = logging.getLogger(__name__)
 OWNER = "disk-writer"
 #: Bytes that one turn of a thread writes, so that reads are not kept waiting.
 _MOST_BYTES = 16 << 20
-#: Runs whose write failed that are written again at most.
-_MOST_AGAIN = 64
 
 #: Blocks that follow each other, and the places on the disk for those of them that it lacks.
 _Claim = tuple[list[HeldBlock], StoreTicket]
@@ -83,8 +80,7 @@ class Writer:
         self._pages = RunPages(MOST_BLOCKS)
         self.sweep = Sweep(context.memory_pool, context.disk_pool, context.changed)
         self._rewrites = Rewrites(context.disk_pool.num_slots)
-        #: What failed twice: it is written again after a write that works.
-        self._again = deque[Offer](maxlen=_MOST_AGAIN)
+        self._lost = Lost()
 
     def offer(self, namespace: bytes, slots: list[int], *, is_on_disk: bool) -> None:
         """Note blocks that became readable; `is_on_disk` if they come from there.
@@ -142,7 +138,7 @@ class Writer:
         """Leave out all that waits, and count those of these blocks that are not on the disk; retries are kept."""
         with self._lock:
             offers = self._queue.take_all()
-            self._again += [offer for offer in offers if offer.is_again]
+            self._lost.note(offer for offer in offers if offer.is_again)
         hashes = [own for offer in offers if offer.is_counted for own in offer.hashes]
         self.drop(reason, len(set(hashes)) - len(self._context.disk_pool.present(hashes)))
 
@@ -166,9 +162,11 @@ class Writer:
                     self.num_writing -= len(offer.slots)
         with self._lock:
             # A turn that asked the disk for nothing is no sign that it works.
-            if self.counts.num_written > num_written:
-                self._queue.put(list(self._again), is_first=True)
-                self._again.clear()
+            lost = self._lost.take() if self.counts.num_written > num_written else []
+        if lost:
+            offers = mends(self._context.memory_pool, self._context.disk_pool, lost, self.offer_of)
+            with self._lock:
+                self._queue.put(offers, is_first=True)
         self.sweep.run_if_due()
         return True
 
@@ -250,9 +248,10 @@ class Writer:
             self._leave_out(offer, "error", num_failed + len(wanted) - num_done)
             again, is_off = holes(disk, offer, [run for run, _ in claims]), self._is_off()
             with self._lock:
-                is_later = is_off or (offer.is_again and not (offer.kind is OfferKind.BEFORE and offer.was_put_off))
-                self._queue.put([] if is_later else again, is_first=True)
-                self._again += again if is_later else []
+                if is_off or offer.is_again:
+                    self._lost.note(again)
+                else:
+                    self._queue.put(again, is_first=True)
             raise
 
     def _leave_out(self, offer: Offer, reason: str, num_blocks: int) -> None:
@@ -281,11 +280,14 @@ class Writer:
             logger.debug("blocks are not written to disk: %s", error)
             self._rewrites.give_back(num_taken)
             is_off = self._is_off()
-            if offer.may_be_put_off and not is_off:
+            if offer.kind is OfferKind.SAVED and not is_off:
                 self._rewrites.earn(len(run) if offer.is_counted else 0)
                 raise
             # Victims need no parent: their place in the chain is taken.
             reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
+            if (offer.is_again or offer.kind is not OfferKind.SAVED) and reason in ("error", "gap"):
+                with self._lock:
+                    self._lost.note([offer.part(run, offer.kind)])
             self._leave_out(offer, "off" if is_off else reason, len(run))
             return []
         except PoolExhausted:

@@ -13,7 +13,7 @@ import pytest
 from disk_store import refuse, stops_writing, wait_until
 
 from kvstore.disk.records import place_bytes
-from kvstore.disk.writing.chains import Rewrites, Sweep, allowed, holes, put_off, runs_to_write
+from kvstore.disk.writing.chains import Lost, Rewrites, Sweep, allowed, holes, mends, put_off, runs_to_write
 from kvstore.disk.writing.offers import Offer, OfferKind
 from kvstore.pool.pool import Pool
 from kvstore.pool.tenants.limits import TenantLimits
@@ -148,14 +148,50 @@ def test_of_a_failed_write_what_others_on_the_disk_hang_on_is_written_again():
     before, behind = put_off(memory, disk, late, run[4:6], [])
     assert (list(before.generations), list(behind.generations), behind.is_again) == ([], [24, 25], True)
     (failed,) = holes(disk, replace(before, tenant="a"), [run[:4]])
-    *above, own = put_off(memory, disk, failed, run[4:6], [])
-    assert [(each.kind, each.tenant, each.is_again) for each in [*above, own]] == [(OfferKind.BEFORE, "a", True)] * 2
-    assert (failed.may_be_put_off, own.may_be_put_off) == (True, False), "once"
-    (next_time,) = holes(disk, own, [run[4:6]])
-    assert next_time.may_be_put_off, "for each failure"
+    assert (failed.kind, failed.tenant, failed.is_again) == (OfferKind.BEFORE, "a", True)
     (whole,) = holes(disk, replace(saved, kind=OfferKind.BEHIND), [run[4:]])
     assert whole.hashes == list(hashes)[4:], "what is behind them was offered already"
     assert holes(disk, replace(saved, kind=OfferKind.VICTIMS), [run]) == [], "they stay in memory"
+
+
+def mended(memory, disk, runs):
+    return [
+        (offer.hashes, offer.tenant, offer.is_unlinked)
+        for offer in mends(memory, disk, runs, lambda *args: Offer(args[0], args[1], [], 3, 4, args[2]))
+    ]
+
+
+def test_lost_runs_are_written_with_all_that_the_disk_lacks_of_their_chains():
+    memory = Pool(20, tenants=TenantTable(20, {"a": TenantLimits()}))
+    disk, hashes = Pool(20), chain(*range(1, 11))
+    names = list(hashes)
+    store(memory, hashes.head(8), tenant="a")
+    run = offer_of(memory, hashes.head(8), OfferKind.SAVED)
+    late = replace(run, slots=run.slots[6:], hashes=run.hashes[6:])
+    assert mended(memory, disk, [late]) == [(names[:8], "a", False)], "its owner pays"
+    assert mended(memory, disk, [run, late, replace(run, tenant="b")]) == [(names[:8], "a", False)], "once"
+    ticket = disk.prepare_store(hashes.tail(4).head(2), "writer", needs_parent=False)
+    assert mended(memory, disk, [replace(run, tenant="b")]) == [(names[:4], "b", False), (names[6:8], "b", False)]
+    disk.complete_store(ticket.write_id, "writer")
+    assert mended(memory, disk, [run]) == [(names[:4], "a", False), (names[6:8], "a", False)], "around what is there"
+    memory.discard(run.slots[1:2])
+    both = [(names[:1], "a", False), (names[6:8], "a", False)]
+    assert mended(memory, disk, [run]) == both, "nobody could find the third and fourth"
+    last = memory.prepare_store(hashes.head(2), "writer")
+    assert mended(memory, disk, [run]) == [both[0], (names[2:4], "a", True), both[1]], "what is before them comes later"
+    memory.abort_store(last.write_id, "writer")
+    store(disk, hashes.head(8))
+    assert mended(memory, disk, [run, late]) == []
+
+
+def test_of_lost_runs_each_is_kept_once_and_the_oldest_are_forgotten():
+    lost = Lost()
+    offers = [Offer(SPACE, [at], [bytes([at // 256, at % 256])], 3, 4, OfferKind.SAVED) for at in range(400)]
+    lost.note(offers)
+    lost.note(offers[200:300])
+    taken = [offer.slots[0] for offer in lost.take()]
+    assert (len(taken), sorted(taken), taken[-100:]) == (256, list(range(144, 400)), list(range(200, 300)))
+    assert lost.take() == []
 
 
 def test_what_takes_the_places_of_others_is_bounded_by_what_was_saved():

@@ -1,6 +1,7 @@
 """`disk_write="back"`: blocks are written when they are about to be evicted, and nobody waits for that."""
 
 import errno
+import threading
 
 import numpy as np
 import pytest
@@ -229,6 +230,21 @@ def test_a_stop_has_a_time_limit_and_begins_with_what_was_used_last(store, clust
     assert disk.stats()["dropped"]["stopped"] > 0
     assert "were not written back" in caplog.text
     assert 0 < len(firsts) <= 4
+
+
+def test_a_second_stop_waits_until_the_first_has_written_what_is_in_memory(store, cluster, writes):
+    chains, disk = fill(store, cluster, 2), store.disk
+    stops = [threading.Thread(target=stop, daemon=True) for stop in (store.stop, disk.stop)]
+    with writes.held():
+        stops[0].start()
+        wait_until(lambda: disk.stats()["num_unwritten"] > 0)
+        stops[1].start()
+        stops[1].join(0.2)
+        assert stops[1].is_alive()
+    for stop in stops:
+        stop.join(10.0)
+        assert not stop.is_alive()
+    assert [disk.pool.lookup(hashes) for hashes in chains] == [8, 8]
 
 
 def test_a_stop_tells_also_of_blocks_whose_write_failed(store, cluster, writes, caplog):
