@@ -285,7 +285,7 @@ class Writer:
                 raise
             # Victims need no parent: their place in the chain is taken.
             reason = "disk_pool" if offer.kind is OfferKind.VICTIMS else [*offer.why, "gap"][0]
-            if (offer.is_again or offer.kind is not OfferKind.SAVED) and reason in ("error", "gap"):
+            if reason == "error" or (offer.is_again and reason == "gap"):
                 with self._lock:
                     self._lost.note([offer.part(run, offer.kind)])
             self._leave_out(offer, "off" if is_off else reason, len(run))
