@@ -17,7 +17,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import actor_name, call, find_actor, node_address, ray_failures
+from kvstore.actors.calls import actor_name, call, end_actor, find_actor, node_address, ray_failures
 from kvstore.actors.directory import Directory
 from kvstore.actors.finding import actors_of, alive_nodes, make_answering, own_version, shard_name
 from kvstore.actors.node_store import NodeStore
@@ -63,7 +63,7 @@ class Supervisor:
     def __init__(self, config_json: str, starter: str = "", watch: bool = True, is_of_restart: bool = False) -> None:
         self._config = StoreConfig.from_json(config_json)
         show_life(store=self._config.name)
-        self._starter, self._is_of_restart = starter, is_of_restart
+        self._starter, self._is_of_restart, self._why_ends = starter, is_of_restart, ASKED_TO_STOP
         self._served = ServedNodes(self._config.name)
         self._lock, self._stopping = threading.Lock(), threading.Event()
         #: Set if what is being made at the end is not wanted any more. After `give_way` it is.
@@ -190,6 +190,7 @@ class Supervisor:
     @ray.method(concurrency_group=ASKED)
     def stop(self, reason: str = ASKED_TO_STOP) -> None:
         """Make no more actors, and log the reason; the caller ends the existing ones."""
+        self._why_ends = reason
         self._ends_stores.set()
         self._make_no_more(reason)
 
@@ -335,7 +336,7 @@ class Supervisor:
         options = {"max_restarts": 0, "max_concurrency": 16, "memory": wanted, "scheduling_strategy": on_node}
         made = make_answering(name, NodeStore, HEALTH_GROUP | WAITING_GROUPS, args, **options)
         if self._ends_stores.is_set():
-            ray.kill(made)
+            end_actor(name, made, self._why_ends, _CALL_S)
 
     def _check_settings(self, node_id: str, handle: Any) -> None:
         """Refuse a node's store that an earlier supervisor left with other settings; asked once per store."""
