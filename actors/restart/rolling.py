@@ -80,7 +80,7 @@ def _restart(
     cold: bool,
     wait_s: float,
     say: Callable[[str, str], None],
-    check: Callable[[], None],
+    check: Callable[[], str],
     *,
     is_alone: bool,
 ) -> tuple[StoreConfig, dict[str, dict[str, Any]]]:
@@ -136,7 +136,7 @@ class Turn:
         config: StoreConfig,
         wait_s: float,
         say: Callable[[str], object],
-        check: Callable[[], None],
+        check: Callable[[], object],
     ) -> None:
         self._check = check
         self._name, self._node_id, self._supervisor, self._config = name, node_id, supervisor, config
@@ -302,7 +302,7 @@ def _has_left(node_id: str) -> bool:
 
 
 def _wait_for_next(
-    path: str, node_id: str, old_id: Any, supervisor: Any, before: str, check: Callable[[], None]
+    path: str, node_id: str, old_id: Any, supervisor: Any, before: str, check: Callable[[], object]
 ) -> dict[str, Any]:
     """Wait until the node has another store that serves and whose mover is ready; return how it began.
 

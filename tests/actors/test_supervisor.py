@@ -382,7 +382,7 @@ class Checks(Supervisor):
     [(False, "left by one that is gone, with other settings"), (True, "runs with its old settings .*kvstore restart")],
 )
 def test_a_store_with_other_settings_is_called_old_only_after_a_restart(monkeypatch, is_of_restart, says):
-    supervisor = Checks(StoreConfig(lease_ttl_s=7.0).to_json(), watch=False, is_of_restart=is_of_restart)
+    supervisor = Checks(StoreConfig(lease_ttl_s=7.0).to_json(), watch=False, of_restart="r" if is_of_restart else "")
     monkeypatch.setattr(module, "call", lambda *args, **options: StoreConfig().to_json())
     with pytest.raises(IncompatibleStore, match=rf"node n .*{says}"):
         supervisor.check(SimpleNamespace(_actor_id="store", settings=None))
