@@ -250,6 +250,14 @@ def stop_for(what: str, handle: Any, reason: str, timeout_s: float) -> None:
         call(what, handle.stop, timeout_s=timeout_s)
 
 
+def end_actor(what: str, handle: Any, reason: str, patience_s: float) -> None:
+    """End an actor, which logs the reason; kill it if it does not stop in `patience_s`."""
+    with contextlib.suppress(KVStoreError, AttributeError):  # AttributeError: it is of a version without `stop`.
+        stop_for(what, handle, reason, patience_s)
+    with contextlib.suppress(KVStoreError), ray_failures(what):
+        ray.kill(handle)
+
+
 def what_is(key: str) -> str:
     """Return what a key of `ask_all` names, for errors. No id of a node has a slash."""
     if not key:

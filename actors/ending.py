@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, ask_all, find_actor, ray_failures, stop_for, within
+from kvstore.actors.calls import actor_name, ask_all, call, find_actor, ray_failures, stop_for, within
 from kvstore.actors.finding import actors_of, stores_here
 from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
 from kvstore.runtime.life import ASKED_TO_STOP
@@ -19,12 +19,14 @@ _CALL_S = 10.0
 _END_S = 45.0
 #: Ray gets this long to name an actor, even if no time is left.
 _LEAST_S = 0.1
+_LOOK_S = 0.1
 
 
 def end_actors(name: str, patience_s: float = _CALL_S, reason: str = ASKED_TO_STOP) -> None:
     """End the actors of a store on every node, which log the reason. Kill those that do not answer in `patience_s`.
 
-    All actors named after the store belong to it, even if its supervisor is gone.
+    All actors named after the store belong to it, even if its supervisor is gone. So does what appears during this
+    call, for example of a restart that runs; but not what another call starts anew once the store's supervisor is gone.
 
     The supervisor makes no actors from the beginning of this call, but is ended last: after an interrupt, another call
     finds through it what is left to end.
@@ -34,10 +36,11 @@ def end_actors(name: str, patience_s: float = _CALL_S, reason: str = ASKED_TO_ST
             ended, nor was the supervisor, which refuses starts until its process dies. If it is the supervisor that
             cannot be found, none was ended: it would make them anew. Another call ends the rest.
     """
-    supervisor = actor_name(name, "supervisor")
+    supervisor, stopped = actor_name(name, "supervisor"), None
     # AttributeError here and below: an actor of another version may have no such method.
     with contextlib.suppress(KVStoreError, AttributeError):
-        stop_for("supervisor", find_actor(supervisor, patience_s), reason, patience_s)
+        stopped = find_actor(supervisor, patience_s)
+        stop_for("supervisor", stopped, reason, patience_s)
     # By handle: a new store may have the names later.
     own, unknown = _find(actors_of(name), time.monotonic() + patience_s)
     if supervisor in unknown:
@@ -48,6 +51,66 @@ def end_actors(name: str, patience_s: float = _CALL_S, reason: str = ASKED_TO_ST
     if (restart := own.get(actor_name(name, "restart"))) is not None:
         with contextlib.suppress(KVStoreError), ray_failures("restart"):
             ray.kill(restart)
+    if (late := own.get(supervisor)) is not None and not _is_same(late, stopped):  # A restart has just made it.
+        with contextlib.suppress(KVStoreError, AttributeError):
+            stop_for("supervisor", late, reason, patience_s)
+    _end(own, name, patience_s, reason)
+    if unknown:
+        raise next(iter(unknown.values()))
+    with contextlib.suppress(KVStoreError):  # All that was there has ended, even if Ray says no more now.
+        end_left(name, "" if restart is None else restart._actor_id.hex(), patience_s, reason)
+
+
+def end_left(
+    name: str, restart_id: str, patience_s: float = _CALL_S, reason: str = ASKED_TO_STOP, spare_s: float = 0.0
+) -> None:
+    """End what appeared while a store was being stopped: what the restart that was interrupted made, or nobody leads.
+
+    A supervisor that was not made by this restart leads a store that began since: that one goes on.
+
+    Args:
+        name: of the store.
+        restart_id: of the restart; "" if none ran.
+        patience_s: as for `end_actors`; also how long this looks for actors whose leader is not known.
+        reason: which they log.
+        spare_s: how long stores may end by themselves: where another call is ending them, and must not be disturbed.
+
+    Raises:
+        KVStoreError: Ray does not say which actors there are.
+    """
+    path, others = actor_name(name, "supervisor"), {actor_name(name, kind) for kind in ("supervisor", "restart")}
+    spare_until_s = time.monotonic() + spare_s
+    deadline_s = spare_until_s + patience_s
+    while time.monotonic() < deadline_s:
+        own, _ = _find(within("actors", patience_s, lambda: actors_of(name)), deadline_s)
+        own.pop(actor_name(name, "restart"), None)  # Of another restart, which finds no store.
+        if not own:
+            return
+        is_known = True
+        if (supervisor := own.get(path)) is not None and not restart_id:
+            return
+        if supervisor is None:
+            # A restart of a new store holds its name while it replaces the supervisor.
+            is_known = others.isdisjoint(within("actors", patience_s, lambda: actors_of(name)))
+        else:
+            try:
+                said = call("supervisor", supervisor.config, timeout_s=max(_LEAST_S, deadline_s - time.monotonic()))
+                if said.get("of_restart") != restart_id:
+                    return
+                if not said["ends_stores"]:
+                    stop_for("supervisor", supervisor, reason, patience_s)
+                    continue  # What it made until now can be seen now.
+            except KVStoreError:  # It is ending.
+                is_known = False
+        if is_known and (set(own) == {path} or time.monotonic() >= spare_until_s):
+            _end(own, name, patience_s, reason)
+        else:
+            time.sleep(_LOOK_S)
+
+
+def _end(own: dict[str, Any], name: str, patience_s: float, reason: str) -> None:
+    """End these actors of a store, its supervisor last, and wait until Ray names them no more."""
+    supervisor = actor_name(name, "supervisor")
     stops, ends = dict[str, Any](), dict[str, Any]()
     for path, handle in own.items():
         _, _, node = path.partition(f"{actor_name(name, 'node')}/")
@@ -65,11 +128,13 @@ def end_actors(name: str, patience_s: float = _CALL_S, reason: str = ASKED_TO_ST
     deadline_s = time.monotonic() + patience_s
     while own and time.monotonic() < deadline_s:  # Ray lists ended actors a moment longer.
         now, unsaid = _find(own, deadline_s)
-        is_there = {path for path, handle in now.items() if handle._actor_id == own[path]._actor_id}
+        is_there = {path for path, handle in now.items() if _is_same(handle, own[path])}
         own = {path: handle for path, handle in own.items() if path in is_there or path in unsaid}
         time.sleep(0.02)
-    if unknown:
-        raise next(iter(unknown.values()))
+
+
+def _is_same(handle: Any, other: Any) -> bool:
+    return other is not None and bool(handle._actor_id == other._actor_id)
 
 
 def _find(paths: Iterable[str], deadline_s: float) -> tuple[dict[str, Any], dict[str, KVStoreError]]:

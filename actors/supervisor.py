@@ -17,7 +17,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import actor_name, call, find_actor, node_address, ray_failures
+from kvstore.actors.calls import actor_name, call, end_actor, find_actor, node_address, ray_failures
 from kvstore.actors.directory import Directory
 from kvstore.actors.finding import actors_of, alive_nodes, make_answering, own_version, shard_name
 from kvstore.actors.node_store import NodeStore
@@ -57,13 +57,13 @@ class Supervisor:
         config_json: settings of the store.
         starter: id of the call that made it; kept when Ray restarts it.
         watch: False makes rounds only when `reconcile` is called; for tests.
-        is_of_restart: a restart made it, and stores with the settings before serve until it reaches them.
+        of_restart: id of the restart that made it: stores with the settings before serve until that reaches them.
     """
 
-    def __init__(self, config_json: str, starter: str = "", watch: bool = True, is_of_restart: bool = False) -> None:
+    def __init__(self, config_json: str, starter: str = "", watch: bool = True, of_restart: str = "") -> None:
         self._config = StoreConfig.from_json(config_json)
         show_life(store=self._config.name)
-        self._starter, self._is_of_restart = starter, is_of_restart
+        self._starter, self._of_restart, self._why_ends = starter, of_restart, ASKED_TO_STOP
         self._served = ServedNodes(self._config.name)
         self._lock, self._stopping = threading.Lock(), threading.Event()
         #: Set if what is being made at the end is not wanted any more. After `give_way` it is.
@@ -93,7 +93,7 @@ class Supervisor:
         return {
             "protocol": PROTOCOL_VERSION, "config": self._config.to_json(), "starter": self._starter,
             "is_ending": self._stopping.is_set(), "ends_stores": self._ends_stores.is_set(),
-            "version": own_version(), "host": node_address(),
+            "version": own_version(), "host": node_address(), "of_restart": self._of_restart,
         }  # fmt: skip
 
     @ray.method(concurrency_group=ASKED)
@@ -190,6 +190,7 @@ class Supervisor:
     @ray.method(concurrency_group=ASKED)
     def stop(self, reason: str = ASKED_TO_STOP) -> None:
         """Make no more actors, and log the reason; the caller ends the existing ones."""
+        self._why_ends = reason
         self._ends_stores.set()
         self._make_no_more(reason)
 
@@ -335,7 +336,7 @@ class Supervisor:
         options = {"max_restarts": 0, "max_concurrency": 16, "memory": wanted, "scheduling_strategy": on_node}
         made = make_answering(name, NodeStore, HEALTH_GROUP | WAITING_GROUPS, args, **options)
         if self._ends_stores.is_set():
-            ray.kill(made)
+            end_actor(name, made, self._why_ends, _CALL_S)
 
     def _check_settings(self, node_id: str, handle: Any) -> None:
         """Refuse a node's store that an earlier supervisor left with other settings; asked once per store."""
@@ -343,5 +344,5 @@ class Supervisor:
         if self._checked.get(node_id) == actor_id:
             return
         said = call(f"store of node {node_id}", handle.settings, timeout_s=_CALL_S)
-        check_settings(node_id, self._config, said, is_of_restart=self._is_of_restart)
+        check_settings(node_id, self._config, said, is_of_restart=bool(self._of_restart))
         self._checked[node_id] = actor_id

@@ -141,7 +141,7 @@ def give_way(supervisor: Any, reason: str) -> None:
 
 
 def replace_supervisor(
-    name: str, changes: Mapping[str, Any], node_ids: Iterable[str] = (), check: Callable[[], None] = lambda: None
+    name: str, changes: Mapping[str, Any], node_ids: Iterable[str] = (), check: Callable[[], str] = lambda: "a restart"
 ) -> tuple[Any, StoreConfig]:
     """End a store's supervisor and make another one, with changed settings and this version of raykv.
 
@@ -151,7 +151,8 @@ def replace_supervisor(
         name: of the store.
         changes: of its settings.
         node_ids: of the nodes that will be restarted, where the settings have to work.
-        check: raises StoreNotRunning if the store was stopped meanwhile: it must not begin again.
+        check: returns the id of this restart, or ends what that made and raises StoreNotRunning: the store was stopped
+            meanwhile, and must not begin again.
 
     Returns:
         Its handle, and the settings.
@@ -189,9 +190,9 @@ def replace_supervisor(
             give_way(old, "a restart makes another one")
         with ray_failures("supervisor"):
             ray.kill(old)
-    deadline_s, args = time.monotonic() + _REPLACED_WITHIN_S, (config.to_json(), said["starter"], True, True)
+    deadline_s = time.monotonic() + _REPLACED_WITHIN_S
     while True:
-        check()
+        args = (config.to_json(), said["starter"], True, check())
         try:
             made = make_actor(path, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
             # Ray names the old one a moment longer. `have`: no call of `start` that fails may end this store.
@@ -206,6 +207,7 @@ def replace_supervisor(
         if time.monotonic() > deadline_s:
             raise StoreUnavailable(f"the supervisor of store {name!r} does not end; `kvstore stop` ends the store")
         time.sleep(0.1)
+    check()  # Again: a stop between the last check and Ray's naming of the new one has not seen it.
     if text := config.differences(StoreConfig.from_json(begun["config"])):
         raise StoreUnavailable(f"another call changes the settings of store {name!r}, too ({text}); try again")
     return made, config

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, ray_failures, stop_for
+from kvstore.actors.calls import actor_name, answer, begin, call, end_actor, find_actor, is_answered, ray_failures
 from kvstore.actors.finding import alive_nodes, constructor_pid
 from kvstore.actors.restart.asked import named, unfailing
 from kvstore.actors.restart.changing import check_node, replace_supervisor
@@ -80,7 +80,7 @@ def _restart(
     cold: bool,
     wait_s: float,
     say: Callable[[str, str], None],
-    check: Callable[[], None],
+    check: Callable[[], str],
     *,
     is_alone: bool,
 ) -> tuple[StoreConfig, dict[str, dict[str, Any]]]:
@@ -136,7 +136,7 @@ class Turn:
         config: StoreConfig,
         wait_s: float,
         say: Callable[[str], object],
-        check: Callable[[], None],
+        check: Callable[[], object],
     ) -> None:
         self._check = check
         self._name, self._node_id, self._supervisor, self._config = name, node_id, supervisor, config
@@ -255,7 +255,7 @@ class Turn:
             with contextlib.suppress(KVStoreError):
                 call("supervisor", self._supervisor.plan_end, self._node_id, _PLANNED_S, timeout_s=_CALL_S)
             self._has_ended = True
-            _end(self._path, old)
+            end_actor(self._path, old, "a restart", STOPS_S)
         self._say("starts its next store")
         old_id = None if old is None else old._actor_id
         return _wait_for_next(self._path, self._node_id, old_id, self._supervisor, before, self._check)
@@ -280,13 +280,6 @@ def _take_back(old: Any, giving: Any) -> bool:
     return False
 
 
-def _end(path: str, old: Any) -> None:
-    with contextlib.suppress(KVStoreError, AttributeError):
-        stop_for("store", old, "a restart", STOPS_S)
-    with contextlib.suppress(KVStoreError), ray_failures(path):
-        ray.kill(old)
-
-
 def _unworkable(supervisor: Any, node_id: str) -> str:
     """Return why a node can have no store with these settings; "" if nothing is known."""
     with contextlib.suppress(KVStoreError):
@@ -309,7 +302,7 @@ def _has_left(node_id: str) -> bool:
 
 
 def _wait_for_next(
-    path: str, node_id: str, old_id: Any, supervisor: Any, before: str, check: Callable[[], None]
+    path: str, node_id: str, old_id: Any, supervisor: Any, before: str, check: Callable[[], object]
 ) -> dict[str, Any]:
     """Wait until the node has another store that serves and whose mover is ready; return how it began.
 

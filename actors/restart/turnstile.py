@@ -15,12 +15,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
+from kvstore.actors.ending import end_left
 from kvstore.errors import KVStoreError, StoreBusy, StoreNotRunning, StoreUnavailable
 from kvstore.runtime.threads.own_thread import on_thread
 
 #: How long a restart that was interrupted may take to end before another one is refused.
 _ENDS_S = 10.0
 _LOOK_S, _WHOSE_S, _FREED_S = 0.2, 2.0, 5.0
+#: How long a stop may take to end what it has seen: more than it waits for actors that do not answer.
+_SPARE_S = 20.0
 
 
 class Turnstile:
@@ -40,7 +43,7 @@ class Turnstile:
 
 
 @contextlib.contextmanager
-def one_restart(name: str, say: Callable[[str], object]) -> Iterator[Callable[[], None]]:
+def one_restart(name: str, say: Callable[[str], object]) -> Iterator[Callable[[], str]]:
     """Run the body as the only restart of a store. One that was interrupted may be ending: it is waited for.
 
     Args:
@@ -48,7 +51,8 @@ def one_restart(name: str, say: Callable[[str], object]) -> Iterator[Callable[[]
         say: called before it waits.
 
     Yields:
-        A function that raises StoreNotRunning if the store was stopped meanwhile: that ends this actor, too.
+        A function that returns the id of this restart. If the store was stopped meanwhile, which ends this actor, too,
+        it ends the supervisor that this restart made, with all that has, and raises StoreNotRunning.
 
     Raises:
         StoreBusy: another restart of this store runs.
@@ -119,7 +123,8 @@ def _undo(path: str, making: Future[Any]) -> None:
         _kill(path, own)
 
 
-def _check(name: str, path: str, own: Any) -> None:
+def _check(name: str, path: str, own: Any) -> str:
+    own_id = str(own._actor_id.hex())
     try:
         is_own = bool(find_actor(path)._actor_id == own._actor_id)
     except StoreNotRunning as error:
@@ -127,9 +132,13 @@ def _check(name: str, path: str, own: Any) -> None:
             raise
         is_own = False
     except KVStoreError:  # A cluster that says nothing has not said that the store was stopped.
-        return
+        return own_id
     if not is_own:
+        # The stop may not have seen a supervisor that was made just then.
+        with contextlib.suppress(KVStoreError):
+            end_left(name, own_id, spare_s=_SPARE_S)
         raise StoreNotRunning(f"store {name!r} was stopped while it was restarted; the restart ends here")
+    return own_id
 
 
 def _whose(path: str) -> str:

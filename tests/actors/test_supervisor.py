@@ -346,7 +346,7 @@ def test_only_settings_that_cannot_work_leave_no_hope(idle, monkeypatch):
 def test_a_store_made_while_the_supervisor_stops_is_ended_unless_another_one_sees_to_it(kept, monkeypatch, verb):
     supervisor, alive, _ = kept
     alive.discard("n")
-    killed = []
+    ended = []
 
     def make(name, *args, **options):
         getattr(supervisor, verb)("why")
@@ -354,9 +354,10 @@ def test_a_store_made_while_the_supervisor_stops_is_ended_unless_another_one_see
 
     monkeypatch.setattr(module, "_CALL_S", 0.1)
     monkeypatch.setattr(module, "make_answering", make)
-    monkeypatch.setattr(module.ray, "kill", killed.append)
+    monkeypatch.setattr(module, "end_actor", lambda what, handle, reason, patience_s: ended.append((handle, reason)))
     assert supervisor.reconcile() == []
-    assert killed == (["raykv/default/node/n"] if verb == "stop" else [])
+    # Not only killed: a store that began warm logs why it ended.
+    assert ended == ([("raykv/default/node/n", "why")] if verb == "stop" else [])
     assert supervisor.config()["is_ending"] is True
 
 
@@ -381,7 +382,7 @@ class Checks(Supervisor):
     [(False, "left by one that is gone, with other settings"), (True, "runs with its old settings .*kvstore restart")],
 )
 def test_a_store_with_other_settings_is_called_old_only_after_a_restart(monkeypatch, is_of_restart, says):
-    supervisor = Checks(StoreConfig(lease_ttl_s=7.0).to_json(), watch=False, is_of_restart=is_of_restart)
+    supervisor = Checks(StoreConfig(lease_ttl_s=7.0).to_json(), watch=False, of_restart="r" if is_of_restart else "")
     monkeypatch.setattr(module, "call", lambda *args, **options: StoreConfig().to_json())
     with pytest.raises(IncompatibleStore, match=rf"node n .*{says}"):
         supervisor.check(SimpleNamespace(_actor_id="store", settings=None))

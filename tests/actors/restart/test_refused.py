@@ -176,7 +176,7 @@ def test_an_error_says_whether_a_holder_still_has_the_memory(store, node_ids, mo
 
     old = SimpleNamespace(_actor_id="old")
     fakes = {
-        "find_actor": old, "check_node": None, "make_holder": (old, ""), "_end": None, "call": None,
+        "find_actor": old, "check_node": None, "make_holder": (old, ""), "end_actor": None, "call": None,
         "_unworkable": "", "kept_s": kept_s,
     }  # fmt: skip
     for name, value in fakes.items():
