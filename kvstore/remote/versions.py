@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Versions are counts, so none is far ahead of another. A message with a huge version must not use up the range.
 _MAX_AHEAD = 1 << 32
+#: Clearings that were heard, and whose callers have not asked yet how many blocks went; most never do.
+_MOST_HEARD = 1024
 
 
 class NamespaceVersions:
@@ -34,8 +36,8 @@ class NamespaceVersions:
         self._serial, self._log = 0, LogLimit()
         #: By group: (version, serial when it was noted, the namespace that it was noted for).
         self._known: dict[bytes, tuple[int, int, bytes]] = {}
-        #: By group: (version of the last clearing that was heard, how many blocks went with it).
-        self._heard: dict[bytes, tuple[int, int]] = {}
+        #: By group and version: how many blocks went with a clearing that was heard.
+        self._heard: dict[tuple[bytes, int], int] = {}
 
     def get(self, namespace: bytes) -> int:
         """Return the version of a namespace."""
@@ -90,13 +92,14 @@ class NamespaceVersions:
         """
         with self._hearing:
             if num_cleared := begin_clear(namespace, lambda: self.hear(namespace, version)):
-                self._heard[group_of(namespace)] = version, num_cleared
+                self._heard[group_of(namespace), version] = num_cleared
+                if len(self._heard) > _MOST_HEARD:
+                    del self._heard[next(iter(self._heard))]
 
     def take_heard(self, namespace: bytes, version: int | None) -> int:
         """Return how many blocks went with a clearing that was heard, to the first caller; 0 to others."""
         with self._hearing:
-            heard, _ = self._heard.get(group_of(namespace), (None, 0))
-            return self._heard.pop(group_of(namespace))[1] if heard is not None and heard == version else 0
+            return 0 if version is None else self._heard.pop((group_of(namespace), version), 0)
 
     def hear_all(self, versions: Mapping[bytes, int], hear: Callable[[bytes, int], object] | None = None) -> None:
         """Note many clearings, each with `hear`. Skip those that are not valid, and log some of them."""

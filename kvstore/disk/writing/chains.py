@@ -134,8 +134,8 @@ def _lacking(
     slots, names, is_linked = list[int](), list[bytes](), True
     while own != namespace:
         hashes, more, above = memory.climb(namespace, own, _STEP)
-        here = disk.held(namespace, [*hashes, above]) | offered
-        end = next((at for at, name in enumerate([*hashes, above]) if name in here), None)
+        here = disk.held(namespace, [*hashes, above])
+        end = next((at for at, name in enumerate([*hashes, above]) if name in here or name in offered), None)
         slots += more[:end]
         names += hashes[:end]
         own = above if end is None else [*hashes, above][end]
@@ -230,9 +230,11 @@ def mends(
     """
     offers, offered = list[Offer](), defaultdict[bytes, set[bytes]](set)
     for run in lost:
-        namespace, found, here = run.namespace, list[Offer](), disk.held(run.namespace, run.hashes)
-        for own in reversed(run.hashes):  # Others may have written some of them meanwhile.
-            if own in here or own in offered[namespace]:
+        namespace, found = run.namespace, list[Offer]()
+        # Others may have written some of them meanwhile, and memory may have evicted some.
+        lacking = memory.held(namespace, run.hashes) - disk.held(namespace, run.hashes) - offered[namespace]
+        for own in reversed(run.hashes):
+            if own not in lacking:
                 continue
             slots, names, above, is_linked = _lacking(memory, disk, namespace, own, offered[namespace])
             if slots and (is_linked or memory.held(namespace, [above])):
@@ -240,6 +242,7 @@ def mends(
                 offer = replace(offer_of(namespace, slots, OfferKind.BEFORE), hashes=names, tenant=payer)
                 found.append(replace(offer, is_unlinked=not is_linked, is_counted=False, is_again=True))
                 offered[namespace].update(names)
+            lacking.difference_update(names)
         offers += reversed(found)
     return offers
 

@@ -349,7 +349,8 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
 
 def test_blocks_that_went_when_a_clearing_was_heard_are_told_to_its_caller_once(cluster):
     one, _ = two_nodes(cluster)
-    service, namespace = cluster.nodes["a"].state.pool_service, cluster.space.digest
+    core, namespace = cluster.nodes["a"].state, cluster.space.digest
+    service = core.pool_service
     one.save(cluster.hashes(3), range(3))
     service.hear_clearing(namespace, 2)
     counts = []
@@ -359,6 +360,14 @@ def test_blocks_that_went_when_a_clearing_was_heard_are_told_to_its_caller_once(
         counts.append(pickle.loads(pickle.dumps(refused.value)).num_cleared)
     assert counts == [0, 3, 0]
     assert service.clear(namespace, 3) == 0
+    for version in (4, 5):  # Two callers.
+        one.save(cluster.hashes(version), range(version))
+        service.hear_clearing(namespace, version)
+    assert [core.versions.take_heard(namespace, version) for version in (4, 5, 5)] == [4, 5, 0]
+    groups = [number.to_bytes(2, "big") + bytes(30) for number in range(2000)]
+    for group in groups:
+        core.versions.count_heard(group, 1, lambda namespace, is_new: 7)
+    assert [core.versions.take_heard(groups[at], 1) for at in (0, 975, 976, 1999)] == [0, 0, 7, 7]
 
 
 @pytest.fixture

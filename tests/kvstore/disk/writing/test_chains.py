@@ -184,6 +184,19 @@ def test_lost_runs_are_written_with_all_that_the_disk_lacks_of_their_chains():
     assert mended(memory, disk, [run, late]) == []
 
 
+def test_the_chain_of_a_lost_run_is_looked_at_once_however_much_memory_has_evicted(monkeypatch):
+    memory, disk, hashes, climbs = Pool(20), Pool(20), chain(*range(1, 11)), []
+    store(memory, hashes)
+    run, climb = offer_of(memory, hashes, OfferKind.SAVED), memory.climb
+    monkeypatch.setattr(memory, "climb", lambda *args: climbs.append(args) or climb(*args))
+    memory.discard(run.slots[6:])
+    assert mended(memory, disk, [run]) == [(list(hashes)[:6], "", False)]
+    assert len(climbs) == 1
+    memory.discard(run.slots[:1])
+    assert mended(memory, disk, [run]) == []
+    assert len(climbs) == 2, "nobody could find these"
+
+
 def test_of_lost_runs_each_is_kept_once_and_the_oldest_are_forgotten():
     lost = Lost()
     offers = [Offer(SPACE, [at], [bytes([at // 256, at % 256])], 3, 4, OfferKind.SAVED) for at in range(400)]
