@@ -127,9 +127,9 @@ def _lacking(
 ) -> tuple[list[int], list[bytes], bytes, bool]:
     """Return what memory has of a chain up to a block and the disk lacks: slots and hashes, from the root on.
 
-    What is `offered` to the disk already counts as there.
-    Then comes what is before these, and whether the disk has it or it is being written there, as is the namespace
-    before a root. If not, memory lacks it, too, or it is still being written there and comes to the disk later.
+    What is `offered` to the disk already counts as there. Then comes what is before these, and whether the disk has it
+    or it is being written there, as is the namespace before a root. If not, memory lacks it, too, or it is still being
+    written there and comes to the disk later.
     """
     slots, names, is_linked = list[int](), list[bytes](), True
     while own != namespace:

@@ -157,18 +157,22 @@ class Writer:
                 num_written = self.counts.num_written
             try:
                 self.write(offer, turn.close)
+                # A turn that asked the disk for nothing is no sign that it works.
+                if self.counts.num_written > num_written:
+                    self._offer_lost()
             finally:
                 with self._lock:
                     self.num_writing -= len(offer.slots)
+        self.sweep.run_if_due()
+        return True
+
+    def _offer_lost(self) -> None:
         with self._lock:
-            # A turn that asked the disk for nothing is no sign that it works.
-            lost = self._lost.take() if self.counts.num_written > num_written else []
+            lost = self._lost.take()
         if lost:
             offers = mends(self._context.memory_pool, self._context.disk_pool, lost, self.offer_of)
             with self._lock:
                 self._queue.put(offers, is_first=True)
-        self.sweep.run_if_due()
-        return True
 
     @property
     def num_queued(self) -> int:
