@@ -59,6 +59,7 @@ def end_actors(name: str, patience_s: float = _CALL_S, reason: str = ASKED_TO_ST
         raise next(iter(unknown.values()))
     with contextlib.suppress(KVStoreError):  # All that was there has ended, even if Ray says no more now.
         end_left(name, "" if restart is None else restart._actor_id.hex(), patience_s, reason)
+        _end_late_restarts(name, patience_s, reason)
 
 
 def end_left(
@@ -108,6 +109,24 @@ def end_left(
             time.sleep(_LOOK_S)
 
 
+def _end_late_restarts(name: str, patience_s: float, reason: str) -> None:
+    """End restarts that waited for the one which was interrupted, or began since, and what they made of the store."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        try:
+            restart = find_actor(actor_name(name, "restart"), patience_s)
+        except StoreNotRunning:
+            return
+        restart_id = restart._actor_id.hex()
+        with contextlib.suppress(StoreNotRunning):
+            supervisor = find_actor(actor_name(name, "supervisor"), patience_s)
+            if call("supervisor", supervisor.config, timeout_s=patience_s).get("of_restart") != restart_id:
+                return  # It restarts a store that began since.
+        with ray_failures("restart"):
+            ray.kill(restart)
+        end_left(name, restart_id, patience_s, reason)
+
+
 def _end(own: dict[str, Any], name: str, patience_s: float, reason: str) -> None:
     """End these actors of a store, its supervisor last, and wait until Ray names them no more."""
     supervisor = actor_name(name, "supervisor")
@@ -131,6 +150,12 @@ def _end(own: dict[str, Any], name: str, patience_s: float, reason: str) -> None
         is_there = {path for path, handle in now.items() if _is_same(handle, own[path])}
         own = {path: handle for path, handle in own.items() if path in is_there or path in unsaid}
         time.sleep(0.02)
+
+
+def _still(seen: dict[str, Any], paths: Iterable[str]) -> list[str]:
+    """Return which of these actors are those that were seen, or cannot be told; others are of a store that began."""
+    now, unknown = _find(paths, time.monotonic() + _CALL_S)
+    return [*unknown, *(path for path, handle in now.items() if _is_same(handle, seen.get(path)))]
 
 
 def _is_same(handle: Any, other: Any) -> bool:
@@ -163,12 +188,13 @@ def end_store(name: str, say: Callable[[str], None]) -> None:
         TransferError: the cluster does not answer.
     """
     found = within("actors", _CALL_S, lambda: actors_of(name))
+    seen, _ = _find(found, time.monotonic() + _CALL_S)
     if not found:
         raise StoreNotRunning(f"no actor of a store {name!r} runs there; stores: {', '.join(stores_here()) or 'none'}")
     say(f"{len(found)} actors: {', '.join(found)}")
     within(f"the end of store {name!r}", _END_S, lambda: end_actors(name))
     deadline_s = time.monotonic() + _CALL_S
-    while left := within("actors", _CALL_S, lambda: actors_of(name)):
+    while left := _still(seen, within("actors", _CALL_S, lambda: actors_of(name))):
         if time.monotonic() > deadline_s:
             raise StoreUnavailable(f"wanted to end store {name!r}, and still there are {', '.join(left)}; try again")
         time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import zlib
 
@@ -130,3 +131,40 @@ def test_a_restart_does_not_disturb_a_stop_that_is_ending_the_stores(name):
         assert actor_name(name, "handover", "n-1") in actors_of(name)
         undo.join(40)
         assert actors_of(name) == []
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["of the stopped store", "of a store that began since"])
+def test_a_restart_that_waited_for_the_interrupted_one_makes_nothing(name, monkeypatch, eventually, is_new):
+    kvstore.start("2MiB", name=name)
+    checks, real = [], ending.end_left
+    with contextlib.ExitStack() as running:
+
+        def end_left_and_begin(*args):
+            real(*args)
+            if not checks:
+                checks.append(running.enter_context(one_restart(name, print)))
+                eventually(lambda: actor_name(name, "supervisor") not in actors_of(name), 20)
+                make_supervisor(name, "" if is_new else checks[0]())
+
+        monkeypatch.setattr(ending, "end_left", end_left_and_begin)
+        end_actors(name)
+        if is_new:
+            assert checks[0]()
+            assert actor_name(name, "supervisor") in actors_of(name)
+        else:
+            with pytest.raises(StoreNotRunning, match="was stopped while it was restarted"):
+                checks[0]()
+            assert actors_of(name) == []
+
+
+def test_a_stop_does_not_wait_for_the_end_of_a_store_that_began_since(name, monkeypatch):
+    kvstore.start("2MiB", name=name)
+    real, made = ending.end_actors, []
+
+    def end_and_start(name, *args):
+        real(name, *args)
+        made.append(make_supervisor(name, ""))
+
+    monkeypatch.setattr(ending, "end_actors", end_and_start)
+    ending.end_store(name, lambda text: None)
+    assert made[0]._actor_id == find_actor(actor_name(name, "supervisor"))._actor_id
