@@ -163,8 +163,9 @@ def test_a_stop_does_not_wait_for_the_end_of_a_store_that_began_since(name, monk
 
     def end_and_start(name, *args):
         real(name, *args)
-        made.append(make_supervisor(name, ""))
+        made.append(make_supervisor(name, "since"))
 
     monkeypatch.setattr(ending, "end_actors", end_and_start)
     ending.end_store(name, lambda text: None)
-    assert made[0]._actor_id == find_actor(actor_name(name, "supervisor"))._actor_id
+    said = call("supervisor", find_actor(actor_name(name, "supervisor")).config, timeout_s=10.0)
+    assert (len(made), said["of_restart"]) == (1, "since")
