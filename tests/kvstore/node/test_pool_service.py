@@ -304,7 +304,7 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
     fd.close()
 
     def wait():
-        told.append(decode_count(client.call(Op.AWAIT_STORE, encode(Ask(hashes, 5.0)), timeout_s=9.0)))
+        told.append(decode_count(client.call(Op.AWAIT_STORE, encode(Ask(hashes, 60.0)), timeout_s=90.0)))
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -312,7 +312,7 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
         assert worker.client.lookup(hashes, remote=False).num_local == 0
     assert told == []
     assert complete(ask, ticket) == 2
-    thread.join(5)
+    thread.join(90)
     assert told == [2]
     client.close()
 
