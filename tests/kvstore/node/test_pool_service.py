@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
@@ -300,21 +301,21 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
     hashes = cluster.hashes(2)
     ticket = prepare(ask, hashes)
     told: list[int] = []
-    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=30.0)
     fd.close()
 
     def wait():
         told.append(decode_count(client.call(Op.AWAIT_STORE, encode(Ask(hashes, 60.0)), timeout_s=90.0)))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    for _ in range(20):
-        assert worker.client.lookup(hashes, remote=False).num_local == 0
-    assert told == []
-    assert complete(ask, ticket) == 2
-    thread.join(90)
-    assert told == [2]
-    client.close()
+    with contextlib.closing(client):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        for _ in range(20):
+            assert worker.client.lookup(hashes, remote=False).num_local == 0
+        assert told == []
+        assert complete(ask, ticket) == 2
+        thread.join(90)
+        assert told == [2]
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
