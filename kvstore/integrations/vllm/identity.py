@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from hashlib import sha256
@@ -32,7 +32,7 @@ HARMLESS: dict[str, dict[str, str]] = {
             observability_config profiler_config shutdown_timeout instance_id""",
     },
     "ModelConfig": {
-        "counted by `_weights_of`": "model model_weights",
+        "counted as weights: see `place_of`": "model model_weights",
         "what it names is read into hf_config, which counts": "hf_overrides hf_config_path",
         "tokens count, not what makes them": """
             tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin renderer_num_workers""",
@@ -134,16 +134,20 @@ def counted_settings(config: Any, more: Mapping[str, Any], weights: str | None) 
     Raises:
         ConfigError: a setting has no form that is the same in every process.
     """
-    versions = {module.__name__: str(module.__version__) for module in (vllm, torch, transformers)}
-    counted = {**plain(config, "VllmConfig"), **more, "versions": versions}
+    counted = plain(config, "VllmConfig") | dict(more)
+    counted["versions"] = {library.__name__: str(library.__version__) for library in (vllm, torch, transformers)}
     if weights is not None:
         counted["model_config"]["weights"] = weights
     return json.dumps(counted, sort_keys=True)
 
 
-def place_of(name: Any) -> str:
-    """Return a model's name, or a local folder's real path: a relative path names other folders elsewhere."""
-    return os.path.realpath(name) if os.path.exists(str(name)) else str(name)
+def place_of(model: Any) -> str:
+    """Return the name or URI of a model's weights, or a local folder's real path: elsewhere a relative one is another.
+
+    Of weights in an object store vLLM's `model` is a folder of this machine.
+    """
+    name = str(getattr(model, "model_weights", None) or model.model)
+    return os.path.realpath(name) if os.path.exists(name) else name
 
 
 def plain(value: Any, where: str) -> Any:
@@ -165,37 +169,28 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return [str(value.dtype), list(value.shape), sha256(data).hexdigest()]
+        as_bytes = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return [str(value.dtype), list(value.shape), sha256(as_bytes.numpy()).hexdigest()]
     if isinstance(value, transformers.PretrainedConfig):
-        own = value.to_dict()
-        return plain({key: own[key] for key in _counted("a model's own config", own)}, where)
+        return plain(_counted("a model's own config", value.to_dict()), where)
     if is_dataclass(value):
         kind = type(value).__name__
-        names = _counted(kind, [each.name for each in fields(value)])
-        found = {name: plain(getattr(value, name, None), f"{where}.{name}") for name in names}
-        return found | {"weights": _weights_of(value)} if kind == "ModelConfig" else found
+        own = _counted(kind, {each.name: getattr(value, each.name, None) for each in fields(value)})
+        if kind == "ModelConfig":  # A name of the hub means the commit that it had when it was read.
+            own["weights"] = [place_of(value), getattr(value.hf_config, "_commit_hash", None)]
+        return {name: plain(each, f"{where}.{name}") for name, each in own.items()}
     if isinstance(value, Mapping):
         pairs = [[plain(key, where), plain(each, f"{where}[{key!r}]")] for key, each in value.items()]
         return dict(pairs) if all(isinstance(key, str) for key in value) else sorted(pairs, key=json.dumps)
-    if isinstance(value, Set):
-        return sorted((plain(each, where) for each in value), key=json.dumps)
-    if isinstance(value, list | tuple):
-        return [plain(each, where) for each in value]
-    if hasattr(value, "compute_hash"):  # vLLM asks this of what other platforms put into additional_config.
-        return [type(value).__qualname__, str(value.compute_hash())]
+    if isinstance(value, list | tuple | Set):
+        found = [plain(each, where) for each in value]
+        return sorted(found, key=json.dumps) if isinstance(value, Set) else found
     raise ConfigError(
         f"RaykvConnector: wanted settings that can be written down the same way in every process, got {where} of type "
         f"{type(value).__qualname__}; leave it out, or give it as text, numbers, lists and dicts"
     )
 
 
-def _counted(kind: str, names: Iterable[str]) -> list[str]:
+def _counted(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     left_out = {name for listed in HARMLESS[kind].values() for name in listed.split()} if kind in HARMLESS else set()
-    return [name for name in names if name not in left_out]
-
-
-def _weights_of(model: Any) -> list[str | None]:
-    """Return where a model comes from, and which commit of the hub that name meant when it was read."""
-    place = place_of(getattr(model, "model_weights", None) or model.model)
-    return [place, getattr(model.hf_config, "_commit_hash", None)]
+    return {name: value for name, value in settings.items() if name not in left_out}

@@ -46,10 +46,9 @@ def check_engine(config: Any, kv_cache_config: Any, options: Options) -> Any:
         raise ConfigError(
             f"RaykvConnector: wanted full attention or MLA, got {type(spec).__name__}; such models do not work yet"
         )
-    model = config.model_config
     # With rswa_window, tokens of an answer look back otherwise than the same tokens in a prompt.
-    is_causal = not getattr(spec, "non_causal", False) and getattr(model, "rswa_window", None) is None
-    if not is_causal or not getattr(model, "is_prefix_caching_supported", True):
+    is_causal = not getattr(spec, "non_causal", False) and getattr(config.model_config, "rswa_window", None) is None
+    if not is_causal or not getattr(config.model_config, "is_prefix_caching_supported", True):
         raise ConfigError(
             "RaykvConnector: wanted a model whose KV of a token depends on the tokens before it alone, and that can go "
             "on behind a prefix, got one for which vLLM itself caches no prefixes (attention in both directions, or "
@@ -175,11 +174,10 @@ def make_space(config: Any, spec: Any, options: Options, tensors: Sequence[Any],
         planes=planes_of(tensors, spec),
         num_layer_groups=options.num_layer_groups or pp_size,
     )
-    more = {"order": f"{order} {engine_size}" if order else ""}
-    counted = counted_settings(config, more, options.model)
+    counted = counted_settings(config, {"order": f"{order} {engine_size}" if order else ""}, options.model)
     logger.debug("settings that count in the namespace: %s", counted)
     return Namespace(
-        model=options.model or place_of(getattr(model, "model_weights", None) or model.model),
+        model=options.model or place_of(model),
         revision=str(getattr(model, "revision", None) or ""),
         quantization=sha256(counted.encode()).hexdigest(),
         shape=shape,
@@ -198,9 +196,9 @@ def _unknown_of_spec(spec: Any) -> list[str]:
         "head_size_v": (spec.head_size, 0) if isinstance(spec, MLAAttentionSpec) else (spec.head_size,),
         "num_head_slots": (None, spec.num_kv_heads),
     }
-    found = []
-    for each in fields(spec):
-        value = getattr(spec, each.name)
-        if each.name not in _KNOWN_OF_SPEC and value not in plain.get(each.name, (each.default,)):
-            found.append(f"{each.name}={value!r}")
-    return found
+    values = {each.name: (getattr(spec, each.name), plain.get(each.name, (each.default,))) for each in fields(spec)}
+    return [
+        f"{name}={value!r}"
+        for name, (value, known) in values.items()
+        if name not in _KNOWN_OF_SPEC and value not in known
+    ]
