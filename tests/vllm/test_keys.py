@@ -167,8 +167,8 @@ def test_a_medium_is_read_once(space, monkeypatch):
 
     from kvstore.integrations.vllm.scheduler_side import keys
 
-    read, digest = [], keys._digest
-    monkeypatch.setattr(keys, "_digest", lambda feature: (read.append(feature), digest(feature))[1])
+    read, digest = [], keys.digest_of
+    monkeypatch.setattr(keys, "digest_of", lambda feature: (read.append(feature), digest(feature))[1])
     asked, media = Request("r", list(range(2000)), SamplingParams(), None, mm_features=[image("a", 0, 1900)]), {}
     first = keys.PromptHashes(space, asked, media).all()
     assert keys.PromptHashes(space, asked, media).all() == first

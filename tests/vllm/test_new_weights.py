@@ -35,7 +35,7 @@ def closed(monkeypatch):
     made = scheduler_side()
     made.link = Link()
     made.begin(request("before"))
-    thread = lookups.Lookups(made.link, options.Options(), stats.Stats(), threading.Event(), made._work)
+    thread = lookups.Lookups(made.link, options.Options(), stats.Stats(), threading.Event(), made.work)
     assert not made.reset()
     yield made
     thread.close()
@@ -73,7 +73,7 @@ def test_a_later_clearing_that_works_ends_the_tries_of_an_earlier_one(closed, ev
     closed.link.clear, clear = lambda: "", closed.link.clear
     assert closed.reset()
     assert closed.cleared.is_set()
-    eventually(closed._work.empty, 5)
+    eventually(closed.work.empty, 5)
     closed.link.clear = clear
     num_tries = closed.link.num_tries
     time.sleep(0.1)

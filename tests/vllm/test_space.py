@@ -234,7 +234,7 @@ def test_a_folder_is_named_by_its_place(made, digest, tmp_path, monkeypatch):
     assert digest(made(), model="mine") == found["named"]
     assert len(set(found.values())) == 3
     config = made()
-    config.model_config.hf_config._commit_hash = "a" * 40
+    changed(config, "model_config.hf_config._commit_hash", "a" * 40)
     assert digest(config, model="mine") == found["named"], "an operator's name says which weights these are"
 
 

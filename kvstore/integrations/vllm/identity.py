@@ -170,14 +170,14 @@ def plain(value: Any, where: str) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor):
         as_bytes = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return [str(value.dtype), list(value.shape), sha256(as_bytes.numpy()).hexdigest()]
+        return [str(value.dtype), list(value.shape), sha256(as_bytes.numpy().data).hexdigest()]
     if isinstance(value, transformers.PretrainedConfig):
         return plain(_counted("a model's own config", value.to_dict()), where)
     if is_dataclass(value):
         kind = type(value).__name__
         own = _counted(kind, {each.name: getattr(value, each.name, None) for each in fields(value)})
         if kind == "ModelConfig":  # A name of the hub means the commit that it had when it was read.
-            own["weights"] = [place_of(value), getattr(value.hf_config, "_commit_hash", None)]
+            own["weights"] = [place_of(value), getattr(getattr(value, "hf_config", None), "_commit_hash", None)]
         return {name: plain(each, f"{where}.{name}") for name, each in own.items()}
     if isinstance(value, Mapping):
         pairs = [[plain(key, where), plain(each, f"{where}[{key!r}]")] for key, each in value.items()]

@@ -128,7 +128,7 @@ def hash_blocks(
         for index, each in enumerate(request.mm_features[before : at + 1] if request.mm_features else (), before):
             where = each.mm_position
             if where.offset < last and first < where.offset + where.length:
-                found[index] = found[index] if index in found else _digest(each)
+                found[index] = found[index] if index in found else digest_of(each)
                 named += [("media", found[index])] if found[index] else []
         if has_embeds:
             named.append(("embeds", str(request.prompt_embeds.dtype), bytes(is_tokens[first:last])))
@@ -136,7 +136,7 @@ def hash_blocks(
     return space.block_hashes(tokens, extra, parent)
 
 
-def _digest(feature: Any) -> bytes:
+def digest_of(feature: Any) -> bytes:
     """Return a digest of a medium's content; without content another one each time, so that nobody finds it."""
     data = plain(feature.data.get_data(), "media") if has_content([feature]) else os.urandom(32).hex()
     return sha256(json.dumps(data, sort_keys=True).encode()).digest()

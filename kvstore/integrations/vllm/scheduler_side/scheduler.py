@@ -89,7 +89,7 @@ class SchedulerSide:
         #: Until this is set nothing is loaded, saved or handed off: the store may have blocks of other weights.
         self.cleared = threading.Event()
         self.cleared.set()
-        self._work: queue.SimpleQueue[Question | threading.Event | None] = queue.SimpleQueue()
+        self.work: queue.SimpleQueue[Question | threading.Event | None] = queue.SimpleQueue()
 
     def open(self, found: Sequence[WorkerHello]) -> None:
         """Connect to the store with the workers' findings.
@@ -108,7 +108,7 @@ class SchedulerSide:
         link = StoreLink(options, space, on_open=(Client.map_presence, self.events.opened))
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
-            self.lookups = Lookups(link, options, self.stats, self.answered, self._work)
+            self.lookups = Lookups(link, options, self.stats, self.answered, self.work)
             undo.pop_all()
         self.link, self.is_open = link, True
 
@@ -296,7 +296,7 @@ class SchedulerSide:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
             if not self._num_drops_open:
                 # A save that ran while the store was cleared may have stored blocks after that.
-                self._work.put(self.cleared)
+                self.work.put(self.cleared)
 
     def reset(self) -> bool:
         """Make all blocks of this namespace a miss on every node, after weights changed. Waits for the store.
@@ -332,7 +332,7 @@ class SchedulerSide:
         else:
             self.cleared.set()
         if not self._num_drops_open:  # Else when the workers have dropped their saves.
-            self._work.put(self.cleared)
+            self.work.put(self.cleared)
         return not error
 
     def _ask(self, tracked: Tracked) -> Question:
