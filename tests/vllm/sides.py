@@ -17,15 +17,16 @@ class Lookups:
         question.done = True
 
 
-def scheduler_side(save="prompt", events=False, **more):
+def scheduler_side(save="prompt", events=False, options=None, **more):
     """Make one of an engine with one worker, with a store that has nothing."""
     import kvstore
-    from kvstore.integrations.vllm import options, stats
+    from kvstore.integrations.vllm import stats
+    from kvstore.integrations.vllm.options import Options
     from kvstore.integrations.vllm.scheduler_side import handoffs, saving, scheduler
 
     shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
     made = scheduler.SchedulerSide(
-        options.Options(save=options.SavePolicy(save)), SIZE, 1,
+        Options(save=save, **options or {}), SIZE, 1,
         loads=True, produces=True, emits_events=events, stats=stats.Stats(), **more,
     )  # fmt: skip
     made.space, made.lookups, made.is_open = kvstore.Namespace(model="m", shape=shape), Lookups(), True

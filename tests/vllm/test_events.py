@@ -13,7 +13,7 @@ from sides import SIZE, request, scheduler_side
 def side():
     """A scheduler's half that emits events, and whose store clears at once."""
     made = scheduler_side(events=True)
-    made.link = SimpleNamespace(clear=lambda: True)
+    made.link = SimpleNamespace(clear=lambda: "")
     return made
 
 

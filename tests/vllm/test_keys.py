@@ -39,11 +39,20 @@ def lora(name, number=1):
     return LoRARequest(name, number, "/nowhere")
 
 
-def image(name, offset=20, length=30):
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+def image(name, offset=20, length=30, *, pixels=0.0, data=None):
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
 
     where = PlaceholderRange(offset=offset, length=length)
-    return MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=where)
+    values = {"pixel_values": torch.full((3, 4), pixels, dtype=torch.bfloat16)} if data is None else data
+    elements = {key: MultiModalFieldElem(data=value, field=MultiModalBatchedField()) for key, value in values.items()}
+    item = MultiModalKwargsItem(elements) if elements else None
+    return MultiModalFeatureSpec(data=item, modality="image", identifier=name, mm_position=where)
 
 
 def test_the_same_request_has_the_same_hashes(hashes_of, space):
@@ -110,3 +119,67 @@ def test_an_answer_continues_the_prompt(hashes_of, space):
     answer = hash_blocks(space, request, TOKENS[32:96], prompt)
     whole = hashes_of(TOKENS[:96], lora_request=lora("a"), cache_salt="s")
     assert kvstore.BlockHashes.join(prompt, answer) == whole
+
+
+def test_a_name_that_a_client_gave_to_a_medium_is_not_its_content(hashes_of, space):
+    found = {
+        "one": hashes_of(mm_features=[image("mine")]),
+        "another under its name": hashes_of(mm_features=[image("mine", pixels=1.0)]),
+        "of another shape": hashes_of(mm_features=[image("mine", data={"pixel_values": torch.zeros(4, 3).bfloat16()})]),
+        "of another dtype": hashes_of(mm_features=[image("mine", data={"pixel_values": torch.zeros(3, 4).half()})]),
+        "of another kind": hashes_of(mm_features=[image("mine", data={"embeds": torch.zeros(3, 4).bfloat16()})]),
+        "under another name": hashes_of(mm_features=[image("yours")]),
+        "the second is another": hashes_of(mm_features=[image("mine"), image("b", 60, 10, pixels=1.0)]),
+        "the second": hashes_of(mm_features=[image("mine"), image("b", 60, 10)]),
+    }
+    assert len({hashes[-1] for hashes in found.values()}) == len(found)
+    assert found["one"] == hashes_of(mm_features=[image("mine")])
+    assert found["one"].common_prefix(found["another under its name"]) == 1, "the text before it is the same"
+    assert found["the second"].common_prefix(found["the second is another"]) == 3
+
+
+def test_a_name_is_enough_where_the_operator_says_so(space):
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
+
+    def trusted(name, **more):
+        asked = Request("r", TOKENS, SamplingParams(), None, mm_features=[image(name, **more)])
+        return PromptHashes(space, asked, {0: b""}).all()
+
+    assert trusted("mine") == trusted("mine", pixels=1.0) == trusted("mine", data={})
+    assert trusted("mine") != trusted("yours")
+
+
+@pytest.mark.parametrize("data", [{}, {"address": 4096, "monotonic_id": 7}, {"pixel_values": None}], ids=str)
+def test_media_without_their_data_are_never_the_same(hashes_of, data):
+    from kvstore.integrations.vllm.scheduler_side.keys import has_content
+
+    assert not has_content([image("mine"), image("mine", data=data)])
+    one, other = (hashes_of(mm_features=[image("mine", data=data)]) for _ in range(2))
+    assert one.common_prefix(other) == 1
+
+
+def test_a_medium_is_read_once(space, monkeypatch):
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvstore.integrations.vllm.scheduler_side import keys
+
+    read, digest = [], keys.digest_of
+    monkeypatch.setattr(keys, "digest_of", lambda feature: (read.append(feature), digest(feature))[1])
+    asked, media = Request("r", list(range(2000)), SamplingParams(), None, mm_features=[image("a", 0, 1900)]), {}
+    first = keys.PromptHashes(space, asked, media).all()
+    assert keys.PromptHashes(space, asked, media).all() == first
+    assert len(read) == 1
+
+
+def test_the_mask_and_the_dtype_of_embeddings_count(hashes_of):
+    embeds = torch.ones(100, 8)
+    masks = [None, [True] * 40 + [False] * 60, [False] * 40 + [True] * 60]
+    found = [hashes_of(TOKENS, prompt_embeds=embeds, prompt_is_token_ids=mask) for mask in masks]
+    assert len({hashes[-1] for hashes in found}) == 3
+    for dtype in (torch.float16, torch.bfloat16):
+        found.append(hashes_of(None, prompt_embeds=torch.zeros(100, 8, dtype=dtype)))
+    assert len({hashes[-1] for hashes in found}) == 5, "zeros have the same bytes"

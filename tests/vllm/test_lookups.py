@@ -62,7 +62,9 @@ def make(parts):
 
     def lookups(client):
         link = SimpleNamespace(client=lambda: client)
-        made.append(parts.lookups.Lookups(link, parts.options, parts.stats.Stats(), threading.Event()))
+        made.append(
+            parts.lookups.Lookups(link, parts.options, parts.stats.Stats(), threading.Event(), queue.SimpleQueue())
+        )
         return made[-1]
 
     def question(tokens, is_lookup=True, **more):
@@ -330,7 +332,7 @@ def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended,
 
     ended.side.ended(ended.request, [5, 6, 7, 8])
     if is_cleared:
-        ended.side.link = SimpleNamespace(clear=lambda: True)
+        ended.side.link = SimpleNamespace(clear=lambda: "")
         assert ended.side.reset()
     worker, begun = WorkerSide(Options(), None, None, WHOLE, 0, True, parts.stats.Stats()), []
     monkeypatch.setattr(worker, "begin_save", begun.append)

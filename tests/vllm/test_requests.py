@@ -74,3 +74,23 @@ def test_requests_with_media_that_nothing_tells_apart_go_on_without_the_store(ca
     assert caplog.text.count("--mm-processor-cache-gb") == 1
     side.begin(request("text"))
     assert side.tracked["text"].may_save
+
+
+def test_media_without_their_data_go_on_without_the_store_unless_names_are_trusted(caplog):
+    """vLLM takes the uuid that a client gave for the name of a medium."""
+    nameless = [SimpleNamespace(data=None, identifier="mine")]
+    side = scheduler_side()
+    side.begin(request("a", mm_features=nameless))
+    assert side.untracked == {"a"}
+    assert "--mm-processor-cache-type" in caplog.text
+    trusting = scheduler_side(options={"trust_media_uuids": True})
+    trusting.lookups.ask = lambda question: None
+    trusting.begin(request("a", mm_features=nameless))
+    assert trusting.tracked["a"].media == {0: b""}
+
+
+def test_a_medium_of_an_unknown_form_ends_no_engine():
+    side = scheduler_side()
+    side.begin(request("a", mm_features=[object()]))
+    assert side.untracked == {"a"}
+    assert side.stats.total()["num_request_errors"] == 1

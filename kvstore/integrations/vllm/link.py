@@ -79,15 +79,13 @@ class StoreLink:
             self._thread.start()
         logger.warning("the store is away; prompts are computed until it is back")
 
-    def clear(self) -> bool:
-        """Make all blocks of the namespace a miss on every node; returns whether all nodes were asked."""
+    def clear(self) -> str:
+        """Make all blocks of the namespace a miss on every node; returns what went wrong, or nothing."""
         try:
-            num_blocks = self._store.clear(self.space)
-        except KVStoreError:
-            logger.exception("the store could not be cleared")
-            return False
-        logger.info("cleared %d blocks of the store", num_blocks)
-        return True
+            logger.info("cleared %d blocks of the store", self._store.clear(self.space))
+        except Exception as error:  # noqa: BLE001 - the caller has to go on without the store, whatever it is.
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def close(self) -> None:
         """Close the client; may be called again."""

@@ -45,6 +45,8 @@ class Options:
         load_timeout_s: a load or fetch that takes longer than this has failed.
         handoff_ttl_s: how long a prefilled request's blocks are kept for the engine that decodes it.
         handoff_staging: bytes of the GPU's memory through which hand-offs go from GPU to GPU; 0: through host memory.
+        trust_media_uuids: take the `uuid` that a client gave to an image or other medium for its content. Without it,
+            the processed data count as well.
         prefill_tokens_per_s: how fast this engine computes prompts. Blocks on disk that would take longer to read are
             computed. 0: not known, and they are always read.
 
@@ -68,6 +70,7 @@ class Options:
     load_timeout_s: float = 5.0
     handoff_ttl_s: float = 60.0
     handoff_staging: int = 0
+    trust_media_uuids: bool = False
     prefill_tokens_per_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -85,7 +88,7 @@ class Options:
         rate = self.prefill_tokens_per_s
         fits = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate < 1e12
         _require(fits, "prefill_tokens_per_s", "tokens per second, 0 or more", rate)
-        for name in ("portable", "remote"):
+        for name in ("portable", "remote", "trust_media_uuids"):
             _require(isinstance(getattr(self, name), bool), name, "true or false", getattr(self, name))
         try:
             object.__setattr__(self, "save", SavePolicy(self.save))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from hashlib import sha256
 from typing import Any
 
@@ -15,10 +15,16 @@ from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.part import Part
 from kvstore.blocks.shape import KVShape, Planes
 from kvstore.errors import ConfigError, LayoutMismatch
+from kvstore.integrations.vllm.identity import counted_settings, place_of
 from kvstore.integrations.vllm.options import Options
 
-_NOT_OF_KV = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "_commit_hash")
-"""Config keys that change no KV: a model's origin and the labels of its head. `_variant` has the dtype by itself."""
+logger = logging.getLogger(__name__)
+
+#: Of the fields of a KV cache spec, those that say what the store reads elsewhere, or how pages lie in memory.
+_KNOWN_OF_SPEC = (
+    "block_size", "num_kv_heads", "head_size", "dtype", "kv_quant_mode", "cache_dtype_str", "sliding_window",
+    "attention_chunk_size", "page_size_padded", "alignment", "indexes_kv_by_block_stride",
+)  # fmt: skip
 
 
 def check_engine(config: Any, kv_cache_config: Any, options: Options) -> Any:
@@ -39,6 +45,19 @@ def check_engine(config: Any, kv_cache_config: Any, options: Options) -> Any:
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         raise ConfigError(
             f"RaykvConnector: wanted full attention or MLA, got {type(spec).__name__}; such models do not work yet"
+        )
+    # With rswa_window, tokens of an answer look back otherwise than the same tokens in a prompt.
+    is_causal = not getattr(spec, "non_causal", False) and getattr(config.model_config, "rswa_window", None) is None
+    if not is_causal or not getattr(config.model_config, "is_prefix_caching_supported", True):
+        raise ConfigError(
+            "RaykvConnector: wanted a model whose KV of a token depends on the tokens before it alone, and that can go "
+            "on behind a prefix, got one for which vLLM itself caches no prefixes (attention in both directions, or "
+            "pooling over all tokens, as MEAN and CLS); run it without --kv-transfer-config"
+        )
+    if unknown := _unknown_of_spec(spec):
+        raise ConfigError(
+            f"RaykvConnector: wanted a KV cache of plain K and V, or of MLA, got {type(spec).__name__} with "
+            f"{', '.join(unknown)}; such models do not work yet"
         )
     mode = getattr(spec, "kv_quant_mode", None)
     if getattr(mode, "is_per_token_head", False) or getattr(config.cache_config, "calculate_kv_scales", False):
@@ -155,10 +174,12 @@ def make_space(config: Any, spec: Any, options: Options, tensors: Sequence[Any],
         planes=planes_of(tensors, spec),
         num_layer_groups=options.num_layer_groups or pp_size,
     )
+    counted = counted_settings(config, {"order": f"{order} {engine_size}" if order else ""}, options.model)
+    logger.debug("settings that count in the namespace: %s", counted)
     return Namespace(
-        model=options.model or _place_of(model.model),
+        model=options.model or place_of(model),
         revision=str(getattr(model, "revision", None) or ""),
-        quantization=_variant(config, f"{order} {engine_size}" if order else ""),
+        quantization=sha256(counted.encode()).hexdigest(),
         shape=shape,
         salt=options.salt.encode(),
     )
@@ -169,67 +190,15 @@ def _num_kv_heads(config: Any) -> int:
     return 1 if getattr(model, "use_mla", False) else int(model.get_total_num_kv_heads())
 
 
-def _variant(config: Any, order: str) -> str:
-    """Return, as text, every setting besides the name that makes the KV different."""
-    model = config.model_config
-    overrides = getattr(model, "hf_overrides", None) or {}
-    if callable(overrides):
-        raise ConfigError(
-            "RaykvConnector: wanted hf_overrides as a dict, got a function, whose effect on KV cannot be told; pass a "
-            "dict, or name the result with kv_connector_extra_config['model']"
-        )
-    draft = getattr(config, "speculative_config", None)
-    hf_config = getattr(model, "hf_config", None)
-    settings = hf_config.to_dict() if hf_config is not None else {}
-    kept = {key: value for key, value in settings.items() if key not in _NOT_OF_KV}
-    fields = {
-        "cache": str(config.cache_config.cache_dtype),
-        "dtype": str(model.dtype),
-        "weights": str(model.quantization or ""),
-        "code": str(getattr(model, "code_revision", None) or ""),
-        "overrides": overrides,
-        "media": _settings_of_media(model),
-        # vLLM can invent weights for a benchmark; they are not those of the model that it names.
-        "dummy": str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy",
-        "order": order,
-        "draft": _place_of(getattr(draft, "model", None) or ""),
-        "config": sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest(),
-        "rope": _length_of_rope(model),
+def _unknown_of_spec(spec: Any) -> list[str]:
+    """Return the fields of a spec, with their values, that say something of the cache that is not known here."""
+    plain = {
+        "head_size_v": (spec.head_size, 0) if isinstance(spec, MLAAttentionSpec) else (spec.head_size,),
+        "num_head_slots": (None, spec.num_kv_heads),
     }
-    return json.dumps(fields, sort_keys=True, default=str)
-
-
-def _settings_of_media(model: Any) -> dict[str, Any]:
-    """Return the settings with which media become model input; vLLM's media names cover the raw media only."""
-    media = getattr(model, "multimodal_config", None)
-    kwargs = dict(getattr(media, "mm_processor_kwargs", None) or {})
-    kwargs.pop("device", None)  # Only says where this is done.
-    found = {
-        "processor": kwargs,
-        "io": getattr(media, "media_io_kwargs", None) or {},
-        "pruning": getattr(media, "video_pruning_rate", None) or 0.0,
-    }
-    return {name: value for name, value in found.items() if value}
-
-
-def _place_of(name: Any) -> str:
-    """Return a model's name, or a local folder's real path: a relative path names other folders elsewhere."""
-    return os.path.realpath(name) if os.path.exists(str(name)) else str(name)
-
-
-def _length_of_rope(model: Any) -> str:
-    """Return which LongRoPE factors the engine uses; it chooses them for all tokens by its longest sequence."""
-    config = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
-    found = []
-    for name in ("rope_parameters", "rope_scaling"):
-        fields = getattr(config, name, None)
-        for each in (fields, *fields.values()) if isinstance(fields, dict) else ():
-            if isinstance(each, dict) and {each.get("rope_type"), each.get("type")} & {"longrope", "su"}:
-                found.append(each)
-    if not found:
-        return ""
-    name, longest = "original_max_position_embeddings", int(model.max_model_len)
-    limits = {int(each.get(name) or getattr(config, name, 0) or 0) for each in found}
-    if 0 in limits:  # The limit is unknown, but engines with the same longest sequence choose alike.
-        return f"longrope {longest}"
-    return " ".join("long" if longest > limit else "short" for limit in sorted(limits))
+    values = {each.name: (getattr(spec, each.name), plain.get(each.name, (each.default,))) for each in fields(spec)}
+    return [
+        f"{name}={value!r}"
+        for name, (value, known) in values.items()
+        if name not in _KNOWN_OF_SPEC and value not in known
+    ]

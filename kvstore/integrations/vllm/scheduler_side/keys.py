@@ -6,8 +6,11 @@ with different ones could not share.
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,6 +19,17 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.token_bytes import ExtraKey
 from kvstore.integrations.prompt_keys import named_keys
+from kvstore.integrations.vllm.identity import plain
+
+#: Digests of a request's media by index, each made when it is first needed. An empty one: the medium's name is enough.
+Media = dict[int, bytes]
+
+#: What the log says of the first request whose media nothing tells apart.
+NO_CONTENT = (
+    "requests with media go on without the store, request %s is the first: wanted media with their data, got names "
+    "that vLLM counts anew in each process (turn on --enable-prefix-caching, or set --mm-processor-cache-gb above 0), "
+    "or addresses of data (set --mm-processor-cache-type lru)"
+)
 
 #: Tokens hashed in one piece; meanwhile the scheduler's thread may wait for the interpreter.
 _PIECE_TOKENS = 512
@@ -24,8 +38,8 @@ _PIECE_TOKENS = 512
 class PromptHashes:
     """The hashes of the full blocks of a request's prompt, made piece by piece."""
 
-    def __init__(self, space: Namespace, request: Any) -> None:
-        self._space, self._request, self._size = space, request, space.shape.block_size
+    def __init__(self, space: Namespace, request: Any, media: Media | None = None) -> None:
+        self._space, self._request, self._media, self._size = space, request, media, space.shape.block_size
         tokens: Sequence[int] | None = request.prompt_token_ids
         # Of embeddings the extra keys have the content.
         self._tokens = [0] * int(request.num_prompt_tokens) if tokens is None else tokens
@@ -36,8 +50,8 @@ class PromptHashes:
 
     @property
     def is_quick(self) -> bool:
-        """Whether one block is hashed in microseconds; embeddings take longer, as they are read whole."""
-        return getattr(self._request, "prompt_embeds", None) is None
+        """Whether one block is hashed in microseconds; embeddings and media take longer, as they are read whole."""
+        return getattr(self._request, "prompt_embeds", None) is None and not self._request.mm_features
 
     @property
     def is_made(self) -> bool:
@@ -61,7 +75,7 @@ class PromptHashes:
             self.advance()
             time.sleep(0)
         if not self._runs:
-            return hash_blocks(self._space, self._request, [])
+            return hash_blocks(self._space, self._request, [], media=self._media)
         if len(self._runs) > 1:
             self._runs = [replace(self._runs[0], data=b"".join(run.data for run in self._runs))]
         return self._runs[0]
@@ -70,12 +84,23 @@ class PromptHashes:
         begin = self._num_made * self._size
         end = min(self._num_made + num_blocks, self.num_blocks) * self._size
         parent = self._runs[-1] if self._runs else None
-        self._runs.append(hash_blocks(self._space, self._request, self._tokens[begin:end], parent))
+        self._runs.append(hash_blocks(self._space, self._request, self._tokens[begin:end], parent, self._media))
         self._num_made = end // self._size
 
 
+def has_content(features: Sequence[Any]) -> bool:
+    """Whether all media of a request came with their data; vLLM may pass an address in place of it."""
+    return all(
+        each.data and any(not isinstance(its.data, int | None) for its in each.data.values()) for each in features
+    )
+
+
 def hash_blocks(
-    space: Namespace, request: Any, tokens: Sequence[int], parent: BlockHashes | None = None
+    space: Namespace,
+    request: Any,
+    tokens: Sequence[int],
+    parent: BlockHashes | None = None,
+    media: Media | None = None,
 ) -> BlockHashes:
     """Hash the full blocks of some of a request's tokens.
 
@@ -84,6 +109,7 @@ def hash_blocks(
         request: vLLM's.
         tokens: those behind the blocks of `parent`; without a parent, those from the first one on.
         parent: the run of blocks before them.
+        media: what is known of the request's media; more is added.
 
     Raises:
         InvalidRequest: vLLM counts something as content that is neither text, bytes nor number.
@@ -94,11 +120,26 @@ def hash_blocks(
     size, begin = space.shape.block_size, 0 if parent is None else parent.start + len(parent)
     lora = request.lora_request.lora_name if request.lora_request else None
     extra: list[Sequence[ExtraKey]] = []
-    media = 0
+    found, at, is_tokens = {} if media is None else media, 0, getattr(request, "prompt_is_token_ids", None) or ()
     for block in range(begin, begin + len(tokens) // size):
-        keys, media = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, media)
-        extra.append([*named_keys(block, lora=lora, salt=request.cache_salt), *_plain(keys or ())])
+        first, last = block * size, (block + 1) * size
+        named, before = named_keys(block, lora=lora, salt=request.cache_salt), at
+        keys, at = generate_block_hash_extra_keys(request, first, last, before)
+        for index, each in enumerate(request.mm_features[before : at + 1] if request.mm_features else (), before):
+            where = each.mm_position
+            if where.offset < last and first < where.offset + where.length:
+                found[index] = found[index] if index in found else digest_of(each)
+                named += [("media", found[index])] if found[index] else []
+        if has_embeds:
+            named.append(("embeds", str(request.prompt_embeds.dtype), bytes(is_tokens[first:last])))
+        extra.append([*named, *_plain(keys or ())])
     return space.block_hashes(tokens, extra, parent)
+
+
+def digest_of(feature: Any) -> bytes:
+    """Return a digest of a medium's content; without content another one each time, so that nobody finds it."""
+    data = plain(feature.data.get_data(), "media") if has_content([feature]) else os.urandom(32).hex()
+    return sha256(json.dumps(data, sort_keys=True).encode()).digest()
 
 
 def _plain(keys: Sequence[Any]) -> Iterator[ExtraKey]:

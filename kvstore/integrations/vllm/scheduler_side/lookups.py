@@ -26,6 +26,8 @@ _CLOSE_S = 5.0
 #: Wait before hashes that only saves need: after an answer the engine's thread begins a step, and would wait for the
 #: interpreter while this thread hashes. A step takes longer. New questions delay them by at most the second value.
 _LATE_S, _OVERDUE_S = 0.002, 0.05
+#: The pause between two tries to clear a store that could not be asked.
+CLEAR_PAUSE_S = 1.0
 #: Enough for the thread to wake up and begin its call to the store.
 _YIELD_S = 2e-5
 
@@ -57,20 +59,28 @@ class Question:
 
 
 class Lookups:
-    """A thread that answers one question after the other.
+    """A thread that answers one question after the other, and clears the store when the engine could not.
 
     Args:
         link: to the store.
         options: the user's.
         stats: gets times and counts.
         answered: set after each answer.
+        work: brings it questions, and events to be set once the store is cleared; None ends it.
     """
 
-    def __init__(self, link: StoreLink, options: Options, stats: Stats, answered: threading.Event) -> None:
+    def __init__(
+        self,
+        link: StoreLink,
+        options: Options,
+        stats: Stats,
+        answered: threading.Event,
+        work: queue.SimpleQueue[Question | threading.Event | None],
+    ) -> None:
         self._link, self._stats, self._answered = link, stats, answered
         self._is_remote, self._wait_s = options.remote, options.lookup_wait_s
         self._prefill_tokens_per_s = options.prefill_tokens_per_s
-        self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
+        self._questions = work
         #: Answered questions without all hashes, and when to make these; used by the thread only.
         self.late: collections.deque[tuple[float, Question]] = collections.deque()
         #: Questions answered at once, to be hashed when `hash_rest` is called; used by the caller only.
@@ -156,9 +166,21 @@ class Lookups:
                 question = self._questions.get(timeout=None if left_s is None else max(0.0, left_s))
             except queue.Empty:
                 return self.late.popleft()[1]
+            if isinstance(question, threading.Event):
+                self._clear(question)
+                continue
             if question is None or not question.done:
                 return question
             self.late.append((time.monotonic(), question))
+
+    def _clear(self, cleared: threading.Event) -> None:
+        """Try until the store is cleared, or need not be: it was, or later weights came. No question waits for it."""
+        while not cleared.is_set():
+            if self._link.clear():
+                cleared.wait(CLEAR_PAUSE_S)
+            else:
+                logger.warning("the store is cleared; this engine loads and saves again")
+                cleared.set()
 
     def _answer(self, question: Question) -> None:
         self._begun_s = time.monotonic()

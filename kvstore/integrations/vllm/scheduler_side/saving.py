@@ -92,5 +92,6 @@ class Saving:
         if last <= first:
             return hashes
         return BlockHashes.join(
-            hashes, hash_blocks(self._space, request, list(request.all_token_ids[first:last]), hashes)
+            hashes,
+            hash_blocks(self._space, request, list(request.all_token_ids[first:last]), hashes, tracked.media),
         )

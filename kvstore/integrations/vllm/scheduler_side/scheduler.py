@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from kvstore.integrations.vllm.plan import Local, StepPlan, WorkerHello, WorkerR
 from kvstore.integrations.vllm.scheduler_side.ending import Ending
 from kvstore.integrations.vllm.scheduler_side.events import StoreEvents
 from kvstore.integrations.vllm.scheduler_side.handoffs import HandoffSide
-from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
+from kvstore.integrations.vllm.scheduler_side.keys import NO_CONTENT, PromptHashes, has_content
 from kvstore.integrations.vllm.scheduler_side.lookups import Lookups, Question
 from kvstore.integrations.vllm.scheduler_side.saving import Saving
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
@@ -47,7 +48,7 @@ class SchedulerSide:
         produces: whether it stores and hands off what it computes, as options and requests say.
         emits_events: whether KV cache events are enabled.
         stats: gets times and counts.
-        names_media: whether equal names mean equal media; if not, requests with media go on without the store.
+        names_media: whether vLLM names media by more than a count; if not, requests with media go on without the store.
         keeps_memory: whether the cache's memory stays while the engine is idle; with sleep mode it does not.
     """
 
@@ -78,7 +79,6 @@ class SchedulerSide:
         self.tracked: dict[str, Tracked] = {}
         #: Requests that go on without the store, until they end.
         self.untracked: set[str] = set()
-        self._has_warned_of_media = False
         self.ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
         self.next_plan = StepPlan()
         self.answered = threading.Event()
@@ -86,7 +86,10 @@ class SchedulerSide:
         self.is_launching = False
         #: Workers that have yet to drop saves of blocks computed before the cache was cleared.
         self._num_drops_open = 0
-        self._clearing: threading.Thread | None = None
+        #: Until this is set nothing is loaded, saved or handed off: the store may have blocks of other weights.
+        self.cleared = threading.Event()
+        self.cleared.set()
+        self.work: queue.SimpleQueue[Question | threading.Event | None] = queue.SimpleQueue()
 
     def open(self, found: Sequence[WorkerHello]) -> None:
         """Connect to the store with the workers' findings.
@@ -105,15 +108,14 @@ class SchedulerSide:
         link = StoreLink(options, space, on_open=(Client.map_presence, self.events.opened))
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
-            self.lookups = Lookups(link, options, self.stats, self.answered)
+            self.lookups = Lookups(link, options, self.stats, self.answered, self.work)
             undo.pop_all()
         self.link, self.is_open = link, True
 
     def close(self) -> None:
         """End the thread and close the client; may be called again."""
         self.events.close()
-        if self._clearing is not None:
-            self._clearing.join(10.0)
+        self.cleared.set()  # The thread need not try any more.
         if self.is_open:
             self.lookups.close()
             self.link.close()
@@ -124,16 +126,20 @@ class SchedulerSide:
         Logs an error of one request and does not raise it: vLLM would end the engine, and all other requests with it.
         """
         name = request.request_id
-        if not self.is_open or name in self.tracked or name in self.untracked:
+        if not (self.is_open and self.cleared.is_set()) or name in self.tracked or name in self.untracked:
             return
         # Reports could not tell two requests of one name apart.
         if getattr(request, "resumable", False) or name in self.ending.requests:
             return
-        if not self._names_media and getattr(request, "mm_features", None):
-            self._leave_out(name)
-            return
-        tracked = Tracked(request, may_save=self._saves)
+        features, trusts = getattr(request, "mm_features", None) or (), self._options.trust_media_uuids
+        tracked = Tracked(request, dict.fromkeys(range(len(features)), b"") if trusts else {}, may_save=self._saves)
         try:
+            if features and not (self._names_media and (trusts or has_content(features))):
+                if not self.stats.total().get("num_unnamed_media_requests"):
+                    logger.warning(NO_CONTENT, name)
+                self.stats.count("num_unnamed_media_requests")
+                self.untracked.add(name)
+                return
             tracked.may_load = self._loads and not request.skip_reading_prefix_cache
             self.handoffs.begin(tracked)
             self._ask(tracked)
@@ -151,6 +157,8 @@ class SchedulerSide:
         if tracked is None:
             return 0, False
         tracked.num_engine_tokens, tracked.num_external_tokens = num_engine_tokens, 0
+        if not self.cleared.is_set():
+            return 0, False
         size, question = self.space.shape.block_size, tracked.question
         is_old = question is not None and question.is_given and time.monotonic() > question.asked_s + _ANSWER_S
         if question is None or (is_old and tracked.may_load):
@@ -177,7 +185,7 @@ class SchedulerSide:
                 self.next_plan.num_waiting += 1
                 return None, False
         num_new = num_blocks * size - num_engine_tokens
-        if not tracked.may_load or num_new <= 0 or self._num_drops_open:
+        if not tracked.may_load or num_new <= 0:
             return 0, False
         return num_new, True
 
@@ -288,8 +296,7 @@ class SchedulerSide:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
             if not self._num_drops_open:
                 # A save that ran while the store was cleared may have stored blocks after that.
-                self._clearing = threading.Thread(target=self.link.clear, name="raykv-clear", daemon=True)
-                self._clearing.start()
+                self.work.put(self.cleared)
 
     def reset(self) -> bool:
         """Make all blocks of this namespace a miss on every node, after weights changed. Waits for the store.
@@ -313,11 +320,23 @@ class SchedulerSide:
             for tracked in self.ending.requests.values():
                 tracked.may_tell = False
             self.events.cleared()
-            is_clear = self.is_open and self.link.clear()
+            is_clear = self.is_open and self._clear()
         return is_clear and not is_loading
 
+    def _clear(self) -> bool:
+        """Clear the store; until that, or a later try of the thread, has worked after all old saves, go without it."""
+        self.cleared.set()  # Ends the tries for weights of before.
+        self.cleared, error = threading.Event(), self.link.clear()
+        if why := error or ("blocks of before are still being saved" if self._num_drops_open else ""):
+            logger.warning("this engine neither loads nor saves until the store is cleared: %s", why)
+        else:
+            self.cleared.set()
+        if not self._num_drops_open:  # Else when the workers have dropped their saves.
+            self.work.put(self.cleared)
+        return not error
+
     def _ask(self, tracked: Tracked) -> Question:
-        prompt, is_arriving = PromptHashes(self.space, tracked.request), tracked.arriving is not None
+        prompt, is_arriving = PromptHashes(self.space, tracked.request, tracked.media), tracked.arriving is not None
         question = Question(
             prompt,
             tracked.hashes,
@@ -327,16 +346,3 @@ class SchedulerSide:
         tracked.question = question
         self.lookups.ask(question)
         return question
-
-    def _leave_out(self, name: str) -> None:
-        """Let a request with media go on without the store, as its media cannot be told from others."""
-        self.untracked.add(name)
-        self.stats.count("num_unnamed_media_requests")
-        if not self._has_warned_of_media:
-            self._has_warned_of_media = True
-            logger.warning(
-                "requests with media go on without the store, request %s is the first: wanted media that are known by "
-                "their content, got names that vLLM counts anew in each process; turn on --enable-prefix-caching, or "
-                "set --mm-processor-cache-gb above 0",
-                name,
-            )

@@ -18,6 +18,7 @@ class Tracked:
     """The state of one request until it and its copies have ended."""
 
     request: Any
+    media: dict[int, bytes] = field(default_factory=dict)  # see keys.py
     question: Question | None = None
     hashes: BlockHashes | None = None
     block_ids: list[int] = field(default_factory=list)
