@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvstore.errors import ConfigError
@@ -51,7 +52,7 @@ class RaykvConnector(KVConnectorBase_V1):
         self.scheduler_side: SchedulerSide
         self.worker_side: WorkerSide
         if role is KVConnectorRole.SCHEDULER:
-            events = getattr(vllm_config, "kv_events_config", None)
+            events, drafts = getattr(vllm_config, "kv_events_config", None), vllm_config.speculative_config
             self.scheduler_side = SchedulerSide(
                 options,
                 int(spec.block_size),
@@ -65,10 +66,13 @@ class RaykvConnector(KVConnectorBase_V1):
                     getattr(vllm_config.model_config, name, False)
                     for name in ("enable_sleep_mode", "enable_cumem_allocator")
                 ),
+                has_drafter_of_states=drafts is not None and drafts.use_eagle(),
             )
         else:
+            from vllm.config import get_current_vllm_config
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+            _check_siblings(get_current_vllm_config().kv_transfer_config)
             tp_rank, pp_rank = int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
             part, is_saver = part_of(vllm_config, tp_rank, pp_rank)
             rank = pp_rank * int(vllm_config.parallel_config.tensor_parallel_size) + tp_rank
@@ -90,16 +94,10 @@ class RaykvConnector(KVConnectorBase_V1):
     # The scheduler's half.
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        """Take in the workers' findings."""
+        """Take in the workers' findings; beside other connectors these are another's."""
         found = [hello for hello in metadata.values() if isinstance(hello, WorkerHello)]
-        if not found:
-            return
-        if any(hello.space.digest != found[0].space.digest for hello in found):
-            raise ConfigError(
-                "RaykvConnector: wanted workers that all hold the same kind of blocks, got different ones: "
-                f"{sorted({str(hello.space) for hello in found})}; give every pipeline stage the same number of layers"
-            )
-        self.scheduler_side.open(found)
+        if found:
+            self.scheduler_side.open(found)
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata  # vLLM's name for it with pipeline stages.
 
@@ -144,8 +142,9 @@ class RaykvConnector(KVConnectorBase_V1):
         return self.scheduler_side.ended(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM should run steps without requests, so that the end of the last saves is reported."""
-        return any(tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
+        """Whether vLLM should run steps without requests, so that workers report their findings or the saves' end."""
+        side = self.scheduler_side
+        return side.awaits_hello or any(tracked.is_freed for tracked in side.ending.requests.values())
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be freed soon, so that vLLM need not preempt other requests."""
@@ -166,8 +165,11 @@ class RaykvConnector(KVConnectorBase_V1):
         self.worker_side.cache.register(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerHello | None:
-        """Return what the scheduler's half needs to know about the tensors; None before they are registered."""
-        return self.worker_side.hello()
+        """Return what the scheduler's half needs to know about the tensors; None before they are registered.
+
+        Also None beside other connectors: vLLM would give it to all of them. The first report brings it then.
+        """
+        return self.worker_side.hello() if get_kv_transfer_group() is self else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """End the copies of blocks that are about to be overwritten."""
@@ -225,3 +227,18 @@ class RaykvConnector(KVConnectorBase_V1):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RaykvStats:
         """Rebuild stats from the data that vLLM passed between processes."""
         return RaykvStats(data)
+
+
+def _check_siblings(transfer: Any) -> None:
+    """Refuse two of these connectors in one engine.
+
+    Args:
+        transfer: vLLM's KVTransferConfig of the whole engine, also for a connector inside MultiConnector.
+    """
+    names = [child.get("kv_connector") for child in transfer.get_from_extra_config("connectors", [])]
+    if (num_alike := names.count(RaykvConnector.__name__)) > 1:
+        raise ConfigError(
+            f"kv_connector_extra_config['connectors']: wanted one RaykvConnector, got {num_alike}, which would save "
+            "every block several times and load from the first alone; leave one: its store has memory, disk and other "
+            "nodes"
+        )
