@@ -33,6 +33,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 
 import kvstore.client.save
 import kvstore.integrations.vllm
+from kvstore.integrations.vllm.extension import RaykvWorker
 
 DEVICE = os.environ.get("RAYKV_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
@@ -100,7 +101,7 @@ def transfer_config(connector, policy, role, among):
 
 def own_connector(connector):
     """Return the RaykvConnector, also from inside a MultiConnector."""
-    children = getattr(connector, "sub_connectors", None) or getattr(connector, "_connectors", [connector])
+    children = getattr(connector, "_connectors", [connector])
     return next(each for each in children if isinstance(each, kvstore.integrations.vllm.RaykvConnector))
 
 
@@ -117,6 +118,10 @@ def make_buffers(worker):
 
 def stats_of_rank(worker):
     return own_connector(get_kv_transfer_group()).stats.total()
+
+
+def space_of_rank(worker):
+    return RaykvWorker.raykv_space(worker)
 
 
 def tracked_by_rank(worker):
@@ -330,6 +335,10 @@ class EngineProcess:
     def rank_stats(self):
         """What each worker counted."""
         return self.engine.collective_rpc(stats_of_rank)
+
+    def spaces(self):
+        """What each worker says its namespace is, as text for a router."""
+        return self.engine.collective_rpc(space_of_rank)
 
     def tracked(self):
         """How many requests the connector's halves still know."""

@@ -9,6 +9,8 @@ import pytest
 from asking import Grown, cached, check_cold_and_warm, decoded, full, handed_off, one_by_one
 from sides import SIZE, request
 
+from kvstore.integrations.space_text import space_from_text
+
 BESIDE_NIXL = [("NixlConnector", "RaykvConnector"), ("RaykvConnector", "NixlConnector")]
 #: Where engine and caller are one process, MultiConnector of vLLM 0.28 cannot read the counts of any connector.
 NO_COUNTS = {"disable_log_stats": True}
@@ -37,6 +39,7 @@ def test_prompts_come_from_the_store_from_the_first_one_on(among, beside_nixl, p
         same(answers, wanted)
     assert cached(cold) == [0] * len(prompts)
     assert cached(warm) == full(prompts, unit)
+    assert space_from_text(engine.spaces()[0]).shape.block_size == unit
     is_clean(engine)
 
 
@@ -140,5 +143,5 @@ def test_findings_that_never_come_hold_no_request_back_for_long(caplog):
     for _ in range(3):
         assert side.match(request(), 0) == (0, False)
         side.plan(output)
-    assert [record.getMessage() for record in caplog.records if "wanted each worker's findings" in record.getMessage()]
+    assert sum("wanted each worker's findings" in record.getMessage() for record in caplog.records) == 1
     assert side.ended(request(), []) == (False, None)

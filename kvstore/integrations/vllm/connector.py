@@ -143,8 +143,9 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM should run steps without requests, so that workers report their findings or the saves' end."""
-        side = self.scheduler_side
-        return side.awaits_hello or any(tracked.is_freed for tracked in side.ending.requests.values())
+        return self.scheduler_side.awaits_hello or any(
+            tracked.is_freed for tracked in self.scheduler_side.ending.requests.values()
+        )
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be freed soon, so that vLLM need not preempt other requests."""

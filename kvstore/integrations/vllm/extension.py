@@ -14,10 +14,8 @@ class RaykvWorker:
 
         if not has_kv_transfer_group():
             return ""
-        group = get_kv_transfer_group()
-        # A MultiConnector's children have that name in newer releases, and the other one in 0.28.
-        children = getattr(group, "sub_connectors", None) or getattr(group, "_connectors", [group])
-        sides = [getattr(each, "worker_side", None) for each in children]
+        connector = get_kv_transfer_group()
+        sides = [getattr(each, "worker_side", None) for each in getattr(connector, "_connectors", [connector])]
         spaces = [getattr(getattr(side, "cache", None), "space", None) for side in sides]
         return next((space_to_text(space) for space in spaces if space is not None), "")
 

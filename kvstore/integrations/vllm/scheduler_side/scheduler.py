@@ -241,7 +241,7 @@ class SchedulerSide:
         plan, self.next_plan = self.next_plan, StepPlan()
         if not self.is_open:
             self._num_steps_before += 1
-            if not self.awaits_hello:
+            if self._num_steps_before == _HELLO_STEPS:
                 logger.error(
                     "requests go on without the store: wanted each worker's findings in the report of the first step, "
                     "got none in %d steps; the connector around this one has to pass reports on, as MultiConnector "
