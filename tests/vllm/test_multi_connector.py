@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 from asking import Grown, cached, check_cold_and_warm, decoded, full, handed_off, one_by_one
-from sides import SIZE, request
+from sides import request, scheduler_connector
 
 from kvstore.integrations.space_text import space_from_text
 
@@ -125,23 +124,17 @@ def test_two_of_these_connectors_are_refused(model, start_engine, connector, uni
 
 
 def test_findings_that_never_come_hold_no_request_back_for_long(caplog):
-    from kvstore.integrations.vllm import options, stats
-    from kvstore.integrations.vllm.scheduler_side import scheduler
+    from vllm.v1.core.sched.output import SchedulerOutput
 
-    side = scheduler.SchedulerSide(
-        options.Options(), SIZE, 1, loads=True, produces=True, emits_events=False, stats=stats.Stats()
-    )
-    nothing = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
-    output = SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=nothing, total_num_scheduled_tokens=0, preempted_req_ids=None
-    )
-    num_steps = 0
-    while side.match(request(), 0) == (None, False):
-        side.plan(output)
+    connector, num_steps = scheduler_connector(), 0
+    while connector.get_num_new_matched_tokens(request(), 0) == (None, False):
+        assert connector.has_pending_push_work(), "an engine with a core process makes these steps by itself"
+        connector.build_connector_meta(SchedulerOutput.make_empty())
         num_steps += 1
         assert num_steps < 1000
     for _ in range(3):
-        assert side.match(request(), 0) == (0, False)
-        side.plan(output)
+        assert connector.get_num_new_matched_tokens(request(), 0) == (0, False)
+        connector.build_connector_meta(SchedulerOutput.make_empty())
+    assert not connector.has_pending_push_work()
+    assert connector.request_finished(request(), []) == (False, None)
     assert sum("wanted each worker's findings" in record.getMessage() for record in caplog.records) == 1
-    assert side.ended(request(), []) == (False, None)

@@ -146,7 +146,7 @@ class Stored(Lookups):
 @pytest.mark.parametrize("num_stored", range(4))
 def test_a_drafter_of_states_gets_one_matched_block_less(num_tokens, num_stored):
     """As in vLLM's own cache, whose matches end before the prompt's last token."""
-    side = scheduler_side(has_drafter_of_states=True)
+    side = scheduler_side(num_anew=1)
     side.lookups = Stored(num_stored)
     num_matched = min(num_stored, (num_tokens - 1) // SIZE)
     wanted = max(0, num_matched - 1) * SIZE

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -17,6 +18,11 @@ from kvstore.integrations.vllm.scheduler_side.sources import hits_by_source
 from kvstore.integrations.vllm.space import check_engine, has_names_of_media, part_of
 from kvstore.integrations.vllm.stats import RaykvStats, Stats
 from kvstore.integrations.vllm.worker_side.worker import WorkerSide
+
+logger = logging.getLogger(__name__)
+
+#: Steps that wait for the workers' findings. The first one brings them; vLLM plans a few steps ahead of its report.
+_HELLO_STEPS = 100
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +55,7 @@ class RaykvConnector(KVConnectorBase_V1):
         #: Counts and times of this half; `total()` has everything since the start.
         self.stats = Stats()
         self._is_closed = False
+        self._num_steps_before = 0  # the scheduler's half was open
         self.scheduler_side: SchedulerSide
         self.worker_side: WorkerSide
         if role is KVConnectorRole.SCHEDULER:
@@ -66,7 +73,7 @@ class RaykvConnector(KVConnectorBase_V1):
                     getattr(vllm_config.model_config, name, False)
                     for name in ("enable_sleep_mode", "enable_cumem_allocator")
                 ),
-                has_drafter_of_states=drafts is not None and drafts.use_eagle(),
+                num_anew=int(drafts is not None and drafts.use_eagle()),
             )
         else:
             from vllm.config import get_current_vllm_config
@@ -95,9 +102,7 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Take in the workers' findings; beside other connectors these are another's."""
-        found = [hello for hello in metadata.values() if isinstance(hello, WorkerHello)]
-        if found:
-            self.scheduler_side.open(found)
+        self._open([hello for hello in metadata.values() if isinstance(hello, WorkerHello)])
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata  # vLLM's name for it with pipeline stages.
 
@@ -109,6 +114,8 @@ class RaykvConnector(KVConnectorBase_V1):
     @_timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens the store has beyond the engine's; None while that is not known."""
+        if self._awaits_hello:
+            return None, False
         return self.scheduler_side.match(request, num_computed_tokens)
 
     @_timed
@@ -127,12 +134,22 @@ class RaykvConnector(KVConnectorBase_V1):
     @_timed
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """Return the workers' plan for this step."""
+        if self._awaits_hello:
+            self._num_steps_before += 1
+            if not self._awaits_hello:
+                logger.error(
+                    "requests go on without the store: wanted each worker's findings in the report of the first step, "
+                    "got none in %d; the connector around this one has to pass reports on, as MultiConnector does",
+                    self._num_steps_before,
+                )
         return self.scheduler_side.plan(scheduler_output)
 
     @_timed
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report."""
         report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport) and not self.scheduler_side.is_open:
+            self._open(report.hellos, is_alone=False)
         received = set(connector_output.finished_recving or ())
         self.scheduler_side.heard(received, report if isinstance(report, WorkerReport) else None)
 
@@ -143,9 +160,7 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM should run steps without requests, so that workers report their findings or the saves' end."""
-        return self.scheduler_side.awaits_hello or any(
-            tracked.is_freed for tracked in self.scheduler_side.ending.requests.values()
-        )
+        return self._awaits_hello or any(tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be freed soon, so that vLLM need not preempt other requests."""
@@ -158,6 +173,21 @@ class RaykvConnector(KVConnectorBase_V1):
     def reset_cache(self) -> bool:
         """Make all blocks of this engine's namespace a miss on every node, after weights changed."""
         return self.scheduler_side.reset()
+
+    @property
+    def _awaits_hello(self) -> bool:
+        """Whether requests wait for the workers' findings: beside other connectors the first report brings them."""
+        return not self.scheduler_side.is_open and self._num_steps_before < _HELLO_STEPS
+
+    def _open(self, found: Sequence[WorkerHello], *, is_alone: bool = True) -> None:
+        if not found:
+            return
+        if any(hello.space.digest != found[0].space.digest for hello in found):
+            raise ConfigError(
+                "RaykvConnector: wanted workers that all hold the same kind of blocks, got different ones: "
+                f"{sorted({str(hello.space) for hello in found})}; give every pipeline stage the same number of layers"
+            )
+        self.scheduler_side.open(found, is_alone=is_alone)
 
     # The worker's half.
 

@@ -44,7 +44,6 @@ class HandoffSide:
         publishes: bool,
         ttl_s: float,
         stats: Stats,
-        *,
         is_alone: bool = True,
     ) -> None:
         self._space, self._engine_block_size, self._num_workers = space, engine_block_size, num_workers

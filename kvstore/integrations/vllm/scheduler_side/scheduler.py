@@ -15,7 +15,6 @@ from typing import Any
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.client.client import Client
-from kvstore.errors import ConfigError
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import Local, StepPlan, WorkerHello, WorkerReport
@@ -36,8 +35,6 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 1.0
 #: Hashing waits for the launch of a step that computes at least this share of the tokens: such a step takes longer.
 _LAUNCHED_SHARE = 0.25
-#: Steps that wait for the workers' findings. The first one brings them; vLLM plans a few steps ahead of its report.
-_HELLO_STEPS = 100
 
 
 class SchedulerSide:
@@ -52,8 +49,8 @@ class SchedulerSide:
         stats: gets times and counts.
         names_media: whether equal names mean equal media; if not, requests with media go on without the store.
         keeps_memory: whether the cache's memory stays while the engine is idle; with sleep mode it does not.
-        has_drafter_of_states: whether the drafter reads the model's hidden states, as EAGLE and MTP do. The last block
-            of a match is computed then, as after a hit in vLLM's own cache.
+        num_anew: blocks at the end of a match that are computed, as vLLM does after a hit in its own cache: 1 for EAGLE
+            and MTP. What they keep for a block's last token depends on the token behind it, which is not hashed.
     """
 
     def __init__(
@@ -68,16 +65,14 @@ class SchedulerSide:
         stats: Stats,
         names_media: bool = True,
         keeps_memory: bool = True,
-        has_drafter_of_states: bool = False,
+        num_anew: int = 0,
     ) -> None:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
-        self._loads, self._produces = loads, produces
+        self._loads, self._produces, self._num_anew = loads, produces, num_anew
         self._saves = produces and options.save is not SavePolicy.NONE
         self.events, self.stats, self._names_media = StoreEvents(emits_events), stats, names_media
-        self._has_drafter_of_states = has_drafter_of_states
         #: Whether these are set: before that no request is tracked, nothing is loaded and nothing saved.
         self.is_open = False
-        self._num_steps_before = 0  # it was open
         self.space: Namespace
         self.link: StoreLink
         self.lookups: Lookups
@@ -96,34 +91,20 @@ class SchedulerSide:
         self._num_drops_open = 0
         self._clearing: threading.Thread | None = None
 
-    @property
-    def awaits_hello(self) -> bool:
-        """Whether requests wait for the workers' findings: beside other connectors these come with the first report."""
-        return not self.is_open and self._num_steps_before < _HELLO_STEPS
-
     def open(self, found: Sequence[WorkerHello], *, is_alone: bool = True) -> None:
         """Connect to the store with the workers' findings.
 
         Args:
             found: by each worker.
-            is_alone: whether this is before the first step. Beside other connectors it is after it: then a store that
-                is away is looked for, and hand-offs are left to the others.
+            is_alone: whether hand-offs are for this connector, and a store that is away is an error.
 
         Raises:
             StoreNotRunning: there is no store on this node.
-            ConfigError: the workers' blocks are not of one kind.
         """
-        options, size, num_workers = self._options, self._engine_block_size, self._num_workers
+        options, stats, size, num_workers = self._options, self.stats, self._engine_block_size, self._num_workers
         self.space = space = found[0].space
-        if any(hello.space.digest != space.digest for hello in found):
-            raise ConfigError(
-                "RaykvConnector: wanted workers that all hold the same kind of blocks, got different ones: "
-                f"{sorted({str(hello.space) for hello in found})}; give every pipeline stage the same number of layers"
-            )
-        self.saving = Saving(space, size, num_workers, options.save is SavePolicy.ALL, self.stats)
-        self.handoffs = HandoffSide(
-            space, size, num_workers, self._produces, options.handoff_ttl_s, self.stats, is_alone=is_alone
-        )
+        self.saving = Saving(space, size, num_workers, options.save is SavePolicy.ALL, stats)
+        self.handoffs = HandoffSide(space, size, num_workers, self._produces, options.handoff_ttl_s, stats, is_alone)
         for hello in found:
             self.handoffs.learn(hello.desks)
         self.ending.open([hello.copies.value for hello in found])
@@ -131,7 +112,7 @@ class SchedulerSide:
         link = StoreLink(options, space, on_open=(Client.map_presence, self.events.opened), may_be_away=not is_alone)
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
-            self.lookups = Lookups(link, options, self.stats, self.answered)
+            self.lookups = Lookups(link, options, stats, self.answered)
             undo.pop_all()
         self.link, self.is_open = link, True
 
@@ -171,9 +152,7 @@ class SchedulerSide:
         self.tracked[name] = tracked  # Not earlier: the methods that vLLM calls next rely on its question.
 
     def match(self, request: Any, num_engine_tokens: int) -> tuple[int | None, bool]:
-        """Answer `get_num_new_matched_tokens`; None while the store or the workers have not answered."""
-        if self.awaits_hello:
-            return None, False
+        """Answer `get_num_new_matched_tokens`; None while the store has not answered."""
         self.begin(request)
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
@@ -183,7 +162,7 @@ class SchedulerSide:
         is_old = question is not None and question.is_given and time.monotonic() > question.asked_s + _ANSWER_S
         if question is None or (is_old and tracked.may_load):
             question = self._ask(tracked)
-        num_usable = self._num_usable(request.num_prompt_tokens, request.num_prompt_tokens // size)
+        num_usable = (request.num_prompt_tokens - self._num_anew) // size - self._num_anew
         # A prompt that is handed off needs its hashes, even if the engine has all its blocks.
         is_covered = num_usable * size <= num_engine_tokens
         if is_covered and (question.done or not tracked.may_publish):
@@ -198,7 +177,7 @@ class SchedulerSide:
         if not question.done:
             self.stats.count("num_late_lookups")
         tracked.hashes = tracked.hashes if question.hashes is None else question.hashes
-        num_blocks = self._num_usable(request.num_prompt_tokens, question.num_blocks)
+        num_blocks = min(question.num_blocks - self._num_anew, num_usable)
         if tracked.arriving is not None and tracked.hashes is not None:
             num_blocks = self.handoffs.num_arriving(tracked, tracked.hashes)
             if not num_blocks:  # Then the store is asked after all.
@@ -209,15 +188,6 @@ class SchedulerSide:
         if not tracked.may_load or num_new <= 0 or self._num_drops_open:
             return 0, False
         return num_new, True
-
-    def _num_usable(self, num_prompt_tokens: int, num_blocks: int) -> int:
-        """Return how many of a prompt's stored blocks may be loaded, which are as many as vLLM would take of its own.
-
-        What such a drafter keeps for a block's last token depends on the token behind the block, which is not hashed.
-        """
-        if not self._has_drafter_of_states:
-            return num_blocks
-        return max(0, min(num_blocks, (num_prompt_tokens - 1) // self.space.shape.block_size) - 1)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load once vLLM has given it blocks; called again, with 0 tokens, after the load."""
@@ -239,14 +209,6 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepPlan:
         """Return the workers' plan for this step, and begin the plan of the next one."""
         plan, self.next_plan = self.next_plan, StepPlan()
-        if not self.is_open:
-            self._num_steps_before += 1
-            if self._num_steps_before == _HELLO_STEPS:
-                logger.error(
-                    "requests go on without the store: wanted each worker's findings in the report of the first step, "
-                    "got none in %d steps; the connector around this one has to pass reports on, as MultiConnector "
-                    "does", self._num_steps_before,
-                )  # fmt: skip
         plan.answered = Local(self.answered)
         plan.is_computing = output.total_num_scheduled_tokens > 0
         if self.is_open and (num_tokens := self.lookups.num_unhashed_tokens):
@@ -311,8 +273,6 @@ class SchedulerSide:
         for req_id in received:
             if tracked := self.tracked.get(req_id):
                 tracked.is_loading = False
-        if report is not None and report.hellos and not self.is_open:
-            self.open(report.hellos, is_alone=False)
         if report is None or not self.is_open:
             return
         self.handoffs.learn(report.desks)
