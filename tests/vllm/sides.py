@@ -41,7 +41,7 @@ def scheduler_connector():
     from kvstore.integrations.vllm.scheduler_side import scheduler
 
     made = RaykvConnector.__new__(RaykvConnector)
-    made.stats, made._num_steps_before = stats.Stats(), 0
+    made.stats, made.num_steps_before = stats.Stats(), 0
     made.scheduler_side = scheduler.SchedulerSide(
         options.Options(), SIZE, 1, loads=True, produces=True, emits_events=False, stats=made.stats
     )

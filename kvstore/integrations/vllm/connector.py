@@ -55,7 +55,8 @@ class RaykvConnector(KVConnectorBase_V1):
         #: Counts and times of this half; `total()` has everything since the start.
         self.stats = Stats()
         self._is_closed = False
-        self._num_steps_before = 0  # the scheduler's half was open
+        #: Steps that were planned before the scheduler's half was open.
+        self.num_steps_before = 0
         self.scheduler_side: SchedulerSide
         self.worker_side: WorkerSide
         if role is KVConnectorRole.SCHEDULER:
@@ -135,12 +136,12 @@ class RaykvConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """Return the workers' plan for this step."""
         if self._awaits_hello:
-            self._num_steps_before += 1
+            self.num_steps_before += 1
             if not self._awaits_hello:
                 logger.error(
                     "requests go on without the store: wanted each worker's findings in the report of the first step, "
                     "got none in %d; the connector around this one has to pass reports on, as MultiConnector does",
-                    self._num_steps_before,
+                    self.num_steps_before,
                 )
         return self.scheduler_side.plan(scheduler_output)
 
@@ -177,7 +178,7 @@ class RaykvConnector(KVConnectorBase_V1):
     @property
     def _awaits_hello(self) -> bool:
         """Whether requests wait for the workers' findings: beside other connectors the first report brings them."""
-        return not self.scheduler_side.is_open and self._num_steps_before < _HELLO_STEPS
+        return not self.scheduler_side.is_open and self.num_steps_before < _HELLO_STEPS
 
     def _open(self, found: Sequence[WorkerHello], *, is_alone: bool = True) -> None:
         if not found:
