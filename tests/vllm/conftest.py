@@ -96,6 +96,30 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def eagle_head(tmp_path_factory):
+    """An EAGLE head for `model`, with random weights: a layer that reads a token beside the state of the one before."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("eagle")
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=8192, dtype="float32",
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    layer = {
+        name.removeprefix("model."): weight
+        for name, weight in load_file(folder / "model.safetensors").items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    layer["fc.weight"] = torch.randn(256, 512) * 0.02
+    save_file(layer, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def cluster():
     """Two nodes of a Ray cluster on this machine."""
     import ray

@@ -7,8 +7,11 @@ imported once, by the process of which all engines are forks.
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
+import socket
+import sys
 import threading
 import time
 import traceback
@@ -30,6 +33,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 
 import kvstore.client.save
 import kvstore.integrations.vllm
+from kvstore.integrations.vllm.extension import RaykvWorker
 
 DEVICE = os.environ.get("RAYKV_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
@@ -68,7 +72,44 @@ def on_cpu(settings):
     return {"num_gpu_blocks_override": CACHE_TOKENS // settings.get("block_size", 16)}
 
 
+def prepare_nixl():
+    """Call this before vLLM imports NIXL: it asks for `nixl`, and the wheel's name has its CUDA version."""
+    for part in ("", "._api", "._bindings"):
+        sys.modules[f"nixl{part}"] = importlib.import_module(f"nixl_cu12{part}")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free.getsockname()[1])
+
+
+def transfer_config(connector, policy, role, among):
+    """Return what vLLM gets for a connector; `among` has the names of all connectors of a MultiConnector, in order."""
+    own = {
+        "kv_connector": "RaykvConnector", "kv_connector_module_path": "kvstore.integrations.vllm", "kv_role": role,
+        "kv_connector_extra_config": connector,
+    }  # fmt: skip
+    if not among:
+        return KVTransferConfig(**own, kv_load_failure_policy=policy)
+    if "NixlConnector" in among:
+        prepare_nixl()
+    nixl = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": DEVICE}
+    children = [{"RaykvConnector": own, "NixlConnector": nixl}[name] for name in among]
+    return KVTransferConfig(
+        kv_connector="MultiConnector", kv_role=role, kv_load_failure_policy=policy,
+        kv_connector_extra_config={"connectors": children},
+    )  # fmt: skip
+
+
+def own_connector(connector):
+    """Return the RaykvConnector, also from inside a MultiConnector."""
+    children = getattr(connector, "_connectors", [connector])
+    return next(each for each in children if isinstance(each, kvstore.integrations.vllm.RaykvConnector))
+
+
 # For each worker, in its own process where there are several.
+
+
+def own_worker_side():
+    return own_connector(get_kv_transfer_group()).worker_side
 
 
 def make_buffers(worker):
@@ -76,17 +117,21 @@ def make_buffers(worker):
 
 
 def stats_of_rank(worker):
-    return get_kv_transfer_group().stats.total()
+    return own_connector(get_kv_transfer_group()).stats.total()
+
+
+def space_of_rank(worker):
+    return RaykvWorker.raykv_space(worker)
 
 
 def tracked_by_rank(worker):
-    rank = get_kv_transfer_group().worker_side
+    rank = own_worker_side()
     rank.landing.settle(list(rank.landing.loads), 20.0)  # vLLM has them; no step follows that would look
     return sum(len(held) for held in (rank.loads, rank.landing.loads, rank.saves, rank.unsent, rank.publishing.open))
 
 
 def await_saves_of(worker, limit_s):
-    saves = [save for held in get_kv_transfer_group().worker_side.saves.values() for save in held]
+    saves = [save for held in own_worker_side().saves.values() for save in held]
     deadline_s = time.monotonic() + limit_s
     while not all(save.job.done() for save in saves):
         assert time.monotonic() < deadline_s, f"saves under way after {limit_s} s: {saves}"
@@ -94,7 +139,7 @@ def await_saves_of(worker, limit_s):
 
 
 def hold_saves_of(worker, until_wanted):
-    rank, run_save = get_kv_transfer_group().worker_side, kvstore.client.save.run_save
+    rank, run_save = own_worker_side(), kvstore.client.save.run_save
     end_saves, may_save = rank.end_saves, threading.Event()
 
     def held(*args):
@@ -118,17 +163,17 @@ def hold_saves_of(worker, until_wanted):
 
 
 def let_saves_of(worker):
-    get_kv_transfer_group().worker_side.let_saves()
+    own_worker_side().let_saves()
 
 
 def take_store_of(worker, rank):
     if worker.rank == rank:
-        get_kv_transfer_group().worker_side.cache.client = lambda: None
+        own_worker_side().cache.client = lambda: None
 
 
 def give_store_to(worker, rank):
     if worker.rank == rank:
-        del get_kv_transfer_group().worker_side.cache.client
+        del own_worker_side().cache.client
 
 
 # What is imported stays: no fork looks for garbage in it, which takes seconds and copies all of its memory. vLLM
@@ -138,16 +183,8 @@ gc.freeze()
 
 
 class EngineProcess:
-    def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", **settings):
-        transfer = None
-        if connector is not None:
-            transfer = KVTransferConfig(
-                kv_connector="RaykvConnector",
-                kv_connector_module_path="kvstore.integrations.vllm",
-                kv_role=role,
-                kv_load_failure_policy=policy,
-                kv_connector_extra_config=connector,
-            )
+    def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", among=(), **settings):
+        transfer = None if connector is None else transfer_config(connector, policy, role, among)
         given = {
             "dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": 64,
             "enable_prefix_caching": True, "disable_log_stats": False, "skip_tokenizer_init": True,
@@ -293,15 +330,19 @@ class EngineProcess:
         """What the connector's halves counted; where there are several workers, "worker" is their sum."""
         ranks = self.rank_stats()
         worker = {name: sum(rank.get(name, 0) for rank in ranks) for name in set().union(*ranks)}
-        return {"scheduler": self.scheduler.connector.stats.total(), "worker": worker}
+        return {"scheduler": own_connector(self.scheduler.connector).stats.total(), "worker": worker}
 
     def rank_stats(self):
         """What each worker counted."""
         return self.engine.collective_rpc(stats_of_rank)
 
+    def spaces(self):
+        """What each worker says its namespace is, as text for a router."""
+        return self.engine.collective_rpc(space_of_rank)
+
     def tracked(self):
         """How many requests the connector's halves still know."""
-        side = self.scheduler.connector.scheduler_side
+        side = own_connector(self.scheduler.connector).scheduler_side
         return sum(self.engine.collective_rpc(tracked_by_rank), len(side.tracked) + len(side.ending.requests))
 
     def take_store(self, rank):

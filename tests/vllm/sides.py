@@ -36,6 +36,19 @@ def scheduler_side(save="prompt", events=False, options=None, **more):
     return made
 
 
+def scheduler_connector():
+    """Make a connector with only a scheduler's half, which has heard from no worker."""
+    from kvstore.integrations.vllm import RaykvConnector, options, stats
+    from kvstore.integrations.vllm.scheduler_side import scheduler
+
+    made = RaykvConnector.__new__(RaykvConnector)
+    made.stats, made.num_steps_before = stats.Stats(), 0
+    made.scheduler_side = scheduler.SchedulerSide(
+        options.Options(), SIZE, 1, loads=True, produces=True, emits_events=False, stats=made.stats
+    )
+    return made
+
+
 def request(name="r", num_tokens=40, **more):
     """Make one with as much of vLLM's as the scheduler's half looks at."""
     tokens = list(range(num_tokens))

@@ -92,3 +92,14 @@ def test_saves_of_before_end_before_the_clearing_that_counts(closed, eventually)
     closed.heard(set(), WorkerReport(num_drops=1))
     eventually(lambda: closed.cleared.is_set(), 5)
     assert closed.link.num_cleared > num_cleared
+
+
+def test_new_weights_before_the_store_is_there_are_not_forgotten():
+    """Beside other connectors the store is found in the first step; a trainer may replace the weights before that."""
+    side = scheduler_side()
+    side.is_open = False
+    assert not side.reset()
+    side.is_open = True
+    assert side.match(request("first", 64), 0) == (0, False)
+    assert "first" not in side.tracked
+    assert side.work.get_nowait() is side.cleared, "the thread of lookups begins with it"

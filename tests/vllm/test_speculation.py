@@ -1,4 +1,4 @@
-"""With `save="all"` and drafts: of a step that rejects some, nothing that they left in the cache is stored."""
+"""Drafts: of a step that rejects some, nothing that they left in the cache is stored; EAGLE computes its last block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from sides import SIZE, request, scheduler_side
+from asking import cached, one_by_one
+from sides import SIZE, Lookups, request, scheduler_side
 
 NUM_DRAFTS = 4
 #: Answers are made of these alone, and every prompt has them: there is a draft in each step, and most are rejected.
@@ -105,3 +106,52 @@ def test_when_it_ends_rejected_drafts_are_none_either(num_accepted, num_cut, num
     assert len(engine.request.all_token_ids) == 2 * SIZE + num_behind
     is_whole = num_behind > 0 or (num_behind == 0 and num_cut > 0)
     assert max(engine.end()) == (2 if is_whole else 1)
+
+
+def test_eagle_loads_what_vllm_would_take_from_its_own_cache(
+    model, eagle_head, start_engine, connector, prompt_of, same, unit, is_clean
+):
+    """Its layer keeps, for a block's last token, what depends on the token behind the block."""
+    drafts = {"method": "eagle", "model": eagle_head, "num_speculative_tokens": 2}
+    engine = start_engine(
+        model, block_size=unit, connector=connector(0), speculative_config=drafts
+    ).wait_started()  # fmt: skip
+    prompts = [(f"eagle-{n}", prompt_of(n, next(_seeds)), {}) for n in (unit + 3, 4 * unit, 200)]
+    cold, own = one_by_one(engine, prompts), one_by_one(engine, prompts)
+    assert engine.stats()["worker"].get("num_load", 0) == 0, "the engine has all that it may use"
+    assert engine.reset()
+    warm = one_by_one(engine, prompts)
+    for answers in (own, warm):
+        same(answers, cold)
+    assert cached(warm) == cached(own) == [0, 2 * unit, (200 // unit - 1) * unit]
+    assert engine.drafts()[0] > 0
+    is_clean(engine)
+
+
+class Stored(Lookups):
+    """Has the first blocks of each prompt."""
+
+    def __init__(self, num_blocks):
+        self.num_blocks = num_blocks
+
+    def ask(self, question):
+        super().ask(question)
+        question.num_blocks = min(self.num_blocks, len(question.hashes))
+
+    def is_held_up(self):
+        return False
+
+
+@pytest.mark.parametrize("num_tokens", [SIZE - 1, SIZE, SIZE + 1, 3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 1])
+@pytest.mark.parametrize("num_stored", range(4))
+def test_a_drafter_of_states_gets_one_matched_block_less(num_tokens, num_stored):
+    """As in vLLM's own cache, whose matches end before the prompt's last token."""
+    side = scheduler_side(num_anew=1)
+    side.lookups = Stored(num_stored)
+    num_matched = min(num_stored, (num_tokens - 1) // SIZE)
+    wanted = max(0, num_matched - 1) * SIZE
+    assert side.match(request(num_tokens=num_tokens), 0) == (wanted, wanted > 0)
+    plain = scheduler_side()
+    plain.lookups = Stored(num_stored)
+    num_all = min(num_stored, num_tokens // SIZE) * SIZE
+    assert plain.match(request(num_tokens=num_tokens), 0) == (num_all, num_all > 0)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from kvstore.integrations.vllm.connector import RaykvConnector
 
 __all__ = ["RaykvConnector"]
+
+# MultiConnector looks for the class of a connector's counts by its name alone.
+KVConnectorFactory.register_connector("RaykvConnector", __name__, "RaykvConnector")

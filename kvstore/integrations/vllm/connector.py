@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvstore.errors import ConfigError
@@ -16,6 +18,11 @@ from kvstore.integrations.vllm.scheduler_side.sources import hits_by_source
 from kvstore.integrations.vllm.space import check_engine, has_names_of_media, part_of
 from kvstore.integrations.vllm.stats import RaykvStats, Stats
 from kvstore.integrations.vllm.worker_side.worker import WorkerSide
+
+logger = logging.getLogger(__name__)
+
+#: Steps that wait for the workers' findings. The first one brings them; vLLM plans a few steps ahead of its report.
+_HELLO_STEPS = 100
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,10 +55,12 @@ class RaykvConnector(KVConnectorBase_V1):
         #: Counts and times of this half; `total()` has everything since the start.
         self.stats = Stats()
         self._is_closed = False
+        #: Steps that were planned before the scheduler's half was open.
+        self.num_steps_before = 0
         self.scheduler_side: SchedulerSide
         self.worker_side: WorkerSide
         if role is KVConnectorRole.SCHEDULER:
-            events = getattr(vllm_config, "kv_events_config", None)
+            events, drafts = getattr(vllm_config, "kv_events_config", None), vllm_config.speculative_config
             self.scheduler_side = SchedulerSide(
                 options,
                 int(spec.block_size),
@@ -65,10 +74,13 @@ class RaykvConnector(KVConnectorBase_V1):
                     getattr(vllm_config.model_config, name, False)
                     for name in ("enable_sleep_mode", "enable_cumem_allocator")
                 ),
+                num_anew=int(drafts is not None and drafts.use_eagle()),
             )
         else:
+            from vllm.config import get_current_vllm_config
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+            _check_siblings(get_current_vllm_config().kv_transfer_config)
             tp_rank, pp_rank = int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
             part, is_saver = part_of(vllm_config, tp_rank, pp_rank)
             rank = pp_rank * int(vllm_config.parallel_config.tensor_parallel_size) + tp_rank
@@ -90,16 +102,8 @@ class RaykvConnector(KVConnectorBase_V1):
     # The scheduler's half.
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        """Take in the workers' findings."""
-        found = [hello for hello in metadata.values() if isinstance(hello, WorkerHello)]
-        if not found:
-            return
-        if any(hello.space.digest != found[0].space.digest for hello in found):
-            raise ConfigError(
-                "RaykvConnector: wanted workers that all hold the same kind of blocks, got different ones: "
-                f"{sorted({str(hello.space) for hello in found})}; give every pipeline stage the same number of layers"
-            )
-        self.scheduler_side.open(found)
+        """Take in the workers' findings; beside other connectors these are another's."""
+        self._open([hello for hello in metadata.values() if isinstance(hello, WorkerHello)])
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata  # vLLM's name for it with pipeline stages.
 
@@ -111,6 +115,8 @@ class RaykvConnector(KVConnectorBase_V1):
     @_timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens the store has beyond the engine's; None while that is not known."""
+        if self._awaits_hello:
+            return None, False
         return self.scheduler_side.match(request, num_computed_tokens)
 
     @_timed
@@ -129,12 +135,22 @@ class RaykvConnector(KVConnectorBase_V1):
     @_timed
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """Return the workers' plan for this step."""
+        if self._awaits_hello:
+            self.num_steps_before += 1
+            if not self._awaits_hello:
+                logger.error(
+                    "requests go on without the store: wanted each worker's findings in the report of the first step, "
+                    "got none in %d; the connector around this one has to pass reports on, as MultiConnector does",
+                    self.num_steps_before,
+                )
         return self.scheduler_side.plan(scheduler_output)
 
     @_timed
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report."""
         report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport) and not self.scheduler_side.is_open:
+            self._open(report.hellos, is_alone=False)
         received = set(connector_output.finished_recving or ())
         self.scheduler_side.heard(received, report if isinstance(report, WorkerReport) else None)
 
@@ -144,8 +160,8 @@ class RaykvConnector(KVConnectorBase_V1):
         return self.scheduler_side.ended(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM should run steps without requests, so that the end of the last saves is reported."""
-        return any(tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
+        """Whether vLLM should run steps without requests, so that workers report their findings or the saves' end."""
+        return self._awaits_hello or any(tracked.is_freed for tracked in self.scheduler_side.ending.requests.values())
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be freed soon, so that vLLM need not preempt other requests."""
@@ -159,6 +175,21 @@ class RaykvConnector(KVConnectorBase_V1):
         """Make all blocks of this engine's namespace a miss on every node, after weights changed."""
         return self.scheduler_side.reset()
 
+    @property
+    def _awaits_hello(self) -> bool:
+        """Whether requests wait for the workers' findings: beside other connectors the first report brings them."""
+        return not self.scheduler_side.is_open and self.num_steps_before < _HELLO_STEPS
+
+    def _open(self, found: Sequence[WorkerHello], *, is_alone: bool = True) -> None:
+        if not found:
+            return
+        if any(hello.space.digest != found[0].space.digest for hello in found):
+            raise ConfigError(
+                "RaykvConnector: wanted workers that all hold the same kind of blocks, got different ones: "
+                f"{sorted({str(hello.space) for hello in found})}; give every pipeline stage the same number of layers"
+            )
+        self.scheduler_side.open(found, is_alone=is_alone)
+
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -166,8 +197,11 @@ class RaykvConnector(KVConnectorBase_V1):
         self.worker_side.cache.register(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerHello | None:
-        """Return what the scheduler's half needs to know about the tensors; None before they are registered."""
-        return self.worker_side.hello()
+        """Return what the scheduler's half needs to know about the tensors; None before they are registered.
+
+        Also None beside other connectors: vLLM would give it to all of them. The first report brings it then.
+        """
+        return self.worker_side.hello() if get_kv_transfer_group() is self else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """End the copies of blocks that are about to be overwritten."""
@@ -225,3 +259,18 @@ class RaykvConnector(KVConnectorBase_V1):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RaykvStats:
         """Rebuild stats from the data that vLLM passed between processes."""
         return RaykvStats(data)
+
+
+def _check_siblings(transfer: Any) -> None:
+    """Refuse two of these connectors in one engine.
+
+    Args:
+        transfer: vLLM's KVTransferConfig of the whole engine, also for a connector inside MultiConnector.
+    """
+    names = [child.get("kv_connector") for child in transfer.get_from_extra_config("connectors", [])]
+    if (num_alike := names.count(RaykvConnector.__name__)) > 1:
+        raise ConfigError(
+            f"kv_connector_extra_config['connectors']: wanted one RaykvConnector, got {num_alike}, which would save "
+            "every block several times and load from the first alone; leave one: its store has memory, disk and other "
+            "nodes"
+        )

@@ -14,9 +14,10 @@ class RaykvWorker:
 
         if not has_kv_transfer_group():
             return ""
-        side = getattr(get_kv_transfer_group(), "worker_side", None)
-        space = getattr(getattr(side, "cache", None), "space", None)
-        return "" if space is None else space_to_text(space)
+        connector = get_kv_transfer_group()
+        sides = [getattr(each, "worker_side", None) for each in getattr(connector, "_connectors", [connector])]
+        spaces = [getattr(getattr(side, "cache", None), "space", None) for side in sides]
+        return next((space_to_text(space) for space in spaces if space is not None), "")
 
     def raykv_cache_tokens(self) -> int:
         """Return how many tokens this engine's own cache holds; 0 if that is not known."""

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from kvstore.api import connect
+from kvstore.api import Store, connect
 from kvstore.blocks.hashing import Namespace, space_of_tenant
 from kvstore.blocks.part import Part
 from kvstore.client.client import Client
@@ -29,6 +29,7 @@ class StoreLink:
         space: namespace of the blocks.
         part: the part of them that this half holds.
         on_open: each is called with each new client before that is used.
+        may_be_away: whether a store that cannot be opened is looked for, as one that was lost.
 
     Raises:
         StoreNotRunning: there is no store; the message says what to change.
@@ -41,6 +42,8 @@ class StoreLink:
         space: Namespace,
         part: Part | None = None,
         on_open: Sequence[Callable[[Client], None]] = (),
+        *,
+        may_be_away: bool = False,
     ) -> None:
         self._options, self._part, self._on_open = options, part, on_open
         #: Of the blocks: the given one, or the tenant's own where tenants are private.
@@ -48,17 +51,21 @@ class StoreLink:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._store: Store | None = None
+        self._client: Client | None = None
         try:
-            self._store = connect(options.store, address=options.address)
-            if options.tenant:
-                is_private = self._store.config.private_tenants
-                self.space = space_of_tenant(space, options.tenant, is_private=is_private)
-            self._client: Client | None = self._open()
-        except StoreNotRunning as error:
-            raise StoreNotRunning(
-                f"RaykvConnector: wanted the store {options.store!r} on this node, got: {error}. Start it with "
-                f"`kvstore start` before the engine, or set 'store' and 'address' in kv_connector_extra_config"
-            ) from error
+            self._client = self._open()
+        except KVStoreError as error:
+            if may_be_away:
+                logger.info("the store is not there yet: %s", error)
+                self.lost(None)
+            elif isinstance(error, StoreNotRunning):
+                raise StoreNotRunning(
+                    f"RaykvConnector: wanted the store {options.store!r} on this node, got: {error}. Start it with "
+                    f"`kvstore start` before the engine, or set 'store' and 'address' in kv_connector_extra_config"
+                ) from error
+            else:
+                raise
 
     def client(self) -> Client | None:
         """Return the client, or None while the store is not reachable."""
@@ -69,7 +76,7 @@ class StoreLink:
         if isinstance(error, StoreUnavailable) and not isinstance(error, StoreDraining):
             self.lost(client)
 
-    def lost(self, client: Client) -> None:
+    def lost(self, client: Client | None) -> None:
         """Drop a client and look for the store's next epoch; no effect if it was dropped before."""
         with self._lock:
             if self._client is not client or self._stopping.is_set():
@@ -81,6 +88,8 @@ class StoreLink:
 
     def clear(self) -> str:
         """Make all blocks of the namespace a miss on every node; returns what went wrong, or nothing."""
+        if self._store is None:
+            return "it was not there yet"
         try:
             logger.info("cleared %d blocks of the store", self._store.clear(self.space))
         except Exception as error:  # noqa: BLE001 - the caller has to go on without the store, whatever it is.
@@ -98,6 +107,10 @@ class StoreLink:
             client.close(_CLOSE_S)
 
     def _open(self) -> Client:
+        if self._store is None:
+            self._store = connect(self._options.store, address=self._options.address)
+            if tenant := self._options.tenant:
+                self.space = space_of_tenant(self.space, tenant, is_private=self._store.config.private_tenants)
         client = self._store.client(self.space, self._part, tenant=self._options.tenant, node_id=self._options.node_id)
         try:
             if client.space != self.space:
@@ -109,10 +122,11 @@ class StoreLink:
             raise
         return client
 
-    def _reopen(self, old: Client) -> None:
+    def _reopen(self, old: Client | None) -> None:
         pause_s = _FIRST_PAUSE_S
         try:
-            old.close(_CLOSE_S)
+            if old is not None:
+                old.close(_CLOSE_S)
         except Exception:
             logger.exception("the client of a store that ended could not be closed")
         opening = Guard(logger, "looking for the store")

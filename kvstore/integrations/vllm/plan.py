@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -141,6 +141,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         stored: for each save that wrote blocks: (request, blocks from the root that are in the store now).
         num_drops: workers that have dropped their saves because of `StepPlan.drop_saves`.
         desks: where workers publish, by rank; only those that changed.
+        hellos: findings of the workers whose first report this is, if the engine has other connectors beside this one.
     """
 
     saves_ended: Counter[str] = field(default_factory=Counter)
@@ -149,11 +150,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stored: list[tuple[str, int]] = field(default_factory=list)
     num_drops: int = 0
     desks: dict[int, Desk] = field(default_factory=dict)
+    hellos: list[WorkerHello] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(
-            self.saves_ended or self.landing or self.failed_loads or self.stored or self.num_drops or self.desks
-        )
+        return any(getattr(self, each.name) for each in fields(self))
 
     def aggregate(self, other: Any) -> WorkerReport:
         """Add another worker's report of the same step."""
@@ -164,6 +164,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         self.stored += other.stored
         self.num_drops += other.num_drops
         self.desks |= other.desks
+        self.hellos += other.hellos
         return self
 
 

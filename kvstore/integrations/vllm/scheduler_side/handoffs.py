@@ -33,13 +33,21 @@ class HandoffSide:
         publishes: whether the engine hands its blocks off when a request asks for it.
         ttl_s: how long published blocks are kept for the decode engine, in seconds.
         stats: gets counts.
+        is_alone: whether the params of hand-offs are for this connector; beside others they are for one of those.
     """
 
     def __init__(
-        self, space: Namespace, engine_block_size: int, num_workers: int, publishes: bool, ttl_s: float, stats: Stats
+        self,
+        space: Namespace,
+        engine_block_size: int,
+        num_workers: int,
+        publishes: bool,
+        ttl_s: float,
+        stats: Stats,
+        is_alone: bool = True,
     ) -> None:
         self._space, self._engine_block_size, self._num_workers = space, engine_block_size, num_workers
-        self._publishes, self._ttl_s, self._stats = publishes, ttl_s, stats
+        self._publishes, self._ttl_s, self._stats, self._is_alone = publishes, ttl_s, stats, is_alone
         self._desks: dict[int, Desk] = {}
 
     def learn(self, desks: Mapping[int, Desk]) -> None:
@@ -56,6 +64,8 @@ class HandoffSide:
             self._drop(tracked, f"kv_transfer_params: {why}")
             return
         tracked.priority, tracked.priority_s = read_priority(params, tracked.request.request_id)
+        if not self._is_alone:
+            return
         tracked.may_publish = self._publishes and bool(params.get(DO_DECODE))
         if not params.get(DO_PREFILL) or not tracked.may_load:
             return

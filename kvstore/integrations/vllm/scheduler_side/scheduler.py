@@ -50,6 +50,8 @@ class SchedulerSide:
         stats: gets times and counts.
         names_media: whether vLLM names media by more than a count; if not, requests with media go on without the store.
         keeps_memory: whether the cache's memory stays while the engine is idle; with sleep mode it does not.
+        num_anew: blocks at the end of a match that are computed, as vLLM does after a hit in its own cache: 1 for EAGLE
+            and MTP. What they keep for a block's last token depends on the token behind it, which is not hashed.
     """
 
     def __init__(
@@ -64,9 +66,10 @@ class SchedulerSide:
         stats: Stats,
         names_media: bool = True,
         keeps_memory: bool = True,
+        num_anew: int = 0,
     ) -> None:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
-        self._loads, self._produces = loads, produces
+        self._loads, self._produces, self._num_anew = loads, produces, num_anew
         self._saves = produces and options.save is not SavePolicy.NONE
         self.events, self.stats, self._names_media = StoreEvents(emits_events), stats, names_media
         #: Whether these are set: before that no request is tracked, nothing is loaded and nothing saved.
@@ -91,24 +94,28 @@ class SchedulerSide:
         self.cleared.set()
         self.work: queue.SimpleQueue[Question | threading.Event | None] = queue.SimpleQueue()
 
-    def open(self, found: Sequence[WorkerHello]) -> None:
+    def open(self, found: Sequence[WorkerHello], *, is_alone: bool = True) -> None:
         """Connect to the store with the workers' findings.
+
+        Args:
+            found: by each worker.
+            is_alone: whether hand-offs are for this connector, and a store that is away is an error.
 
         Raises:
             StoreNotRunning: there is no store on this node.
         """
-        options, size, num_workers = self._options, self._engine_block_size, self._num_workers
+        options, stats, size, num_workers = self._options, self.stats, self._engine_block_size, self._num_workers
         self.space = space = found[0].space
-        self.saving = Saving(space, size, num_workers, options.save is SavePolicy.ALL, self.stats)
-        self.handoffs = HandoffSide(space, size, num_workers, self._produces, options.handoff_ttl_s, self.stats)
+        self.saving = Saving(space, size, num_workers, options.save is SavePolicy.ALL, stats)
+        self.handoffs = HandoffSide(space, size, num_workers, self._produces, options.handoff_ttl_s, stats, is_alone)
         for hello in found:
             self.handoffs.learn(hello.desks)
         self.ending.open([hello.copies.value for hello in found])
         self.is_launching = all(hello.is_on_gpu and hello.copies.value is not None for hello in found)
-        link = StoreLink(options, space, on_open=(Client.map_presence, self.events.opened))
+        link = StoreLink(options, space, on_open=(Client.map_presence, self.events.opened), may_be_away=not is_alone)
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
-            self.lookups = Lookups(link, options, self.stats, self.answered, self.work)
+            self.lookups = Lookups(link, options, stats, self.answered, self.work)
             undo.pop_all()
         self.link, self.is_open = link, True
 
@@ -163,8 +170,9 @@ class SchedulerSide:
         is_old = question is not None and question.is_given and time.monotonic() > question.asked_s + _ANSWER_S
         if question is None or (is_old and tracked.may_load):
             question = self._ask(tracked)
+        num_usable = (request.num_prompt_tokens - self._num_anew) // size - self._num_anew
         # A prompt that is handed off needs its hashes, even if the engine has all its blocks.
-        is_covered = request.num_prompt_tokens // size * size <= num_engine_tokens
+        is_covered = num_usable * size <= num_engine_tokens
         if is_covered and (question.done or not tracked.may_publish):
             return 0, False
         if not question.done and not self.next_plan.num_waiting:
@@ -177,7 +185,7 @@ class SchedulerSide:
         if not question.done:
             self.stats.count("num_late_lookups")
         tracked.hashes = tracked.hashes if question.hashes is None else question.hashes
-        num_blocks = question.num_blocks
+        num_blocks = min(question.num_blocks - self._num_anew, num_usable)
         if tracked.arriving is not None and tracked.hashes is not None:
             num_blocks = self.handoffs.num_arriving(tracked, tracked.hashes)
             if not num_blocks:  # Then the store is asked after all.
@@ -320,13 +328,14 @@ class SchedulerSide:
             for tracked in self.ending.requests.values():
                 tracked.may_tell = False
             self.events.cleared()
-            is_clear = self.is_open and self._clear()
+            is_clear = self._clear()
         return is_clear and not is_loading
 
     def _clear(self) -> bool:
         """Clear the store; until that, or a later try of the thread, has worked after all old saves, go without it."""
         self.cleared.set()  # Ends the tries for weights of before.
-        self.cleared, error = threading.Event(), self.link.clear()
+        error = self.link.clear() if self.is_open else "it was not there yet"
+        self.cleared = threading.Event()
         if why := error or ("blocks of before are still being saved" if self._num_drops_open else ""):
             logger.warning("this engine neither loads nor saves until the store is cleared: %s", why)
         else:

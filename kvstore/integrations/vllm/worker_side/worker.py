@@ -62,15 +62,16 @@ class WorkerSide:
         self.saves: dict[str, list[Running]] = {}
         self.unsent: set[str] = set()
         self.received: set[str] = set()
-        self._has_news = False
+        self._has_news = self._has_said_hello = False
         self._failed_ids: set[int] = set()
         self._report = WorkerReport()
         self.job_ended = threading.Event()
 
     def hello(self) -> WorkerHello | None:
-        """Return what the scheduler's half has to know before the first step; None without a cache."""
+        """Return what the scheduler's half has to know before it can begin; None without a cache."""
         if self.cache.space is None:
             return None
+        self._has_said_hello = True
         desks = self.publishing.news(self.cache.client())
         return WorkerHello(self.cache.space, desks, is_on_gpu=self.cache.is_on_gpu, copies=Local(self))
 
@@ -146,6 +147,8 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return this step's report to the scheduler's half; None if it is empty."""
         report, self._report = self._report, WorkerReport()
+        if not self._has_said_hello and (hello := self.hello()) is not None:
+            report.hellos = [hello]
         report.desks = self.publishing.news(self.cache.client())
         report.landing, self.landing.changes = self.landing.changes, Counter()
         return report or None
