@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import msgspec
 import pytest
+import zmq
 from asking import cached
 
 import kvstore
@@ -41,14 +43,28 @@ class Router:
 
 
 @pytest.fixture(scope="module")
-def engines(cluster, start_engine, model, connector, unit):
+def make_router():
+    """Makes routers of blocks of some size; all end with the module."""
+    pytest.importorskip("dynamo.llm", reason="ai-dynamo-runtime is not in this environment; `make test-vllm` has it")
+    made = []
+
+    def make(block_size):
+        made.append(Router(block_size))
+        return made[-1]
+
+    yield make
+    for router in made:
+        router.service.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engines(cluster, start_engine, model, connector, unit, make_router):
     """Two engines on a node each, which publish events, and share a small store that does so, too."""
-    pytest.importorskip("dynamo.llm", reason="ai-dynamo-runtime is not in this environment; `make setup-vllm` has it")
     name = "small"
     store = kvstore.start(
         STORED * unit * 4096, name=name, block_bytes=unit * 4096, lease_ttl_s=10.0, events_endpoint="tcp://127.0.0.1:0"
     )
-    router, engines = Router(unit), []
+    router, engines = make_router(unit), []
     for node in range(2):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -64,7 +80,6 @@ def engines(cluster, start_engine, model, connector, unit):
     for engine in engines:
         engine.wait_started()
     yield router, engines
-    router.service.shutdown()
     store.stop()
 
 
@@ -104,3 +119,26 @@ def test_a_router_counts_what_the_engine_and_the_store_have(engines, prompt_of, 
         ask(engine, 1)  # vLLM publishes in a step.
     eventually(lambda: router.counted(tokens)[0] == (0, 0))
     assert router.counted(tokens)[1] == (6, 6)  # In the other engine's own cache.
+
+
+def test_events_of_a_store_disturb_no_others(make_router, prompt_of, eventually):
+    from kvstore.node.events import schema
+
+    router, tokens, own = make_router(4), prompt_of(16), [bytes([at]) * 32 for at in range(4)]
+    engines = schema.BlockStored(
+        block_hashes=[1, 2, 3, 4], parent_block_hash=None, token_ids=tuple(tokens), block_size=4, lora_id=None,
+        medium="GPU", lora_name=None,
+    )  # fmt: skip
+    stored = schema.stored(own, [b"", *own[:-1]], "CPU")
+    batch = schema.EventBatch(1.0, [engines, *stored, *schema.removed(own[:2], "STORAGE")], 0)
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.linger = 0
+        router.add(1, f"tcp://127.0.0.1:{publisher.bind_to_random_port('tcp://127.0.0.1')}")
+        numbers = iter(range(1000))
+
+        def counted():
+            number = next(numbers).to_bytes(8, "big")
+            publisher.send_multipart((b"kv@n@s", number, msgspec.msgpack.encode(batch)))
+            return router.counted(tokens).get(1)
+
+        eventually(lambda: counted() == (4, 4))
