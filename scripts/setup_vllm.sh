@@ -24,7 +24,10 @@ step "without torchvision, torchaudio, torchcodec" \
     "${uv[@]}" uninstall "${into[@]}" torchvision torchaudio torchcodec
 step "raykv (editable)" \
     "${uv[@]}" install "${into[@]}" "${constraints[@]}" -e '.[demo]' pytest pytest-timeout pytest-xdist
+# It asks for an older pydantic than vLLM, and works with vLLM's.
+step "Dynamo's router, with which a test counts events" \
+    "${uv[@]}" install "${into[@]}" -c constraints.txt --no-deps ai-dynamo-runtime
 # Compiled as it is imported: most of these packages never is.
-step "check: vllm and nixl import" \
-    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'from vllm import LLM; import nixl_cu12'
+step "check: vllm, nixl and dynamo import" \
+    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'from vllm import LLM; import nixl_cu12, dynamo.llm'
 end_venv "$venv"

@@ -132,7 +132,7 @@ def test_only_the_public_face_looks_up_to_the_actors():
     [
         # Tokenizers are transformers', and so are the configs of vLLM's models.
         ("transformers", {f"{SERVE}/prompts.py", "kvstore/integrations/vllm/identity.py"}),
-        ("vllm", set()),
+        ("vllm", {f"{SERVE}/prompts.py"}),  # Prompts are read as engines do.
         ("ray.serve", set()),
     ],
 )

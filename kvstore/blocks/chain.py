@@ -22,6 +22,11 @@ _WORDS = HASH_BYTES // 8
 _LAST_END = (1 << 32) - 1
 
 
+def event_hash(own: bytes) -> int:
+    """Return a block hash as events have it: its low 64 bits, the only form that all routers take."""
+    return int.from_bytes(own[-8:], "big")
+
+
 class BlockHashes(Record, frozen=True):
     """A contiguous run of a chain of block hashes. A `Namespace` makes it; slices are runs, too.
 

@@ -7,9 +7,16 @@ import time
 import zmq
 from msgspec import msgpack
 
+from kvstore.blocks.chain import event_hash
+
 #: Far longer than any step of these tests takes.
 SOON_S = 10.0
 _END = (-1).to_bytes(8, "big", signed=True)
+
+
+def named(hashes):
+    """Return hashes as events have them."""
+    return [event_hash(own) for own in hashes]
 
 
 class Subscriber:

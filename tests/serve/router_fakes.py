@@ -45,17 +45,17 @@ def tokenizer(text, add_special_tokens=True):
     return {"input_ids": list(map(ord, text))}
 
 
-def make_router(replicas, locate=None, learned=None, **kwargs):
+def make_router(replicas, locate=None, learned=None, read_tokens=tokenizer, **kwargs):
     """Return a router of some replicas, whose queue lengths it knows; call it in an event loop.
 
-    `locate` answers for the store, and `learned` is what the replicas say of themselves.
+    `locate` answers for the store, `learned` is what the replicas say of themselves, and `read_tokens` the tokenizer.
 
     Not monkeypatched: Ray Serve pickles a router's class by value, and loading that changes the class in this process.
     """
 
     class Router(module.PrefixRouter):
         def _load_tokenizer(self):
-            return tokenizer
+            return read_tokens
 
         def _open_source(self):
             return super()._open_source() if locate is None else SimpleNamespace(locate=locate)

@@ -12,7 +12,7 @@ from running import PROMPT, wait_until
 from serve_app import APP, BLOCK_SIZE, MODEL_ID
 from serve_check import chat, check, settled
 
-from kvstore.integrations.serve.prompts import load_tokenizer, tokens_of
+from kvstore.integrations.serve.prompts import load_renderer, load_tokenizer, tokens_of
 
 
 def test_the_check_of_the_example_passes(app):
@@ -31,7 +31,9 @@ def test_a_prompt_that_no_engine_knows_goes_to_decode_by_ticket(app):
 
 
 def test_a_router_reads_the_tokens_that_engines_compute(app):
-    tokenizer = load_tokenizer(app.folder)
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    tokenizer, renderer = load_tokenizer(app.folder), load_renderer(app.folder)
     for prompt in (PROMPT, "a\nb  <|end|> x", [7, 8, 9]):
         (choice,) = app.complete(prompt, 1, return_token_ids=True).choices
         assert choice.model_extra["prompt_token_ids"] == tokens_of({"prompt": prompt}, tokenizer)
@@ -41,7 +43,8 @@ def test_a_router_reads_the_tokens_that_engines_compute(app):
         answer = app.client().chat.completions.create(
             model=MODEL_ID, messages=messages, max_tokens=1, extra_body={"return_token_ids": True}
         )
-        assert answer.model_extra["prompt_token_ids"] == tokens_of({"messages": messages}, tokenizer)
+        request = ChatCompletionRequest(model=MODEL_ID, messages=messages)
+        assert answer.model_extra["prompt_token_ids"] == tokens_of(request, renderer)
 
 
 def test_engines_say_how_much_their_caches_hold(app):

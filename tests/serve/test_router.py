@@ -151,6 +151,35 @@ def test_a_store_that_is_silent_holds_no_request_for_long_and_is_not_asked_again
         gate.set()
 
 
+def test_long_prompts_hold_up_no_other_prompt():
+    gate, held, long = threading.Event(), [], "x" * (1 << 18)
+
+    def tokenize(text, add_special_tokens=True):
+        if len(text) >= len(long):
+            held.append(gate.wait(WAIT_S))
+        return {"input_ids": list(map(ord, text[: len(TEXT)]))}
+
+    async def test():
+        replicas = [Replica("a", "node 1"), Replica("b", "node 2")]
+        router = make_router(replicas, lambda _: [("node 2", 10)], read_tokens=tokenize, tokenize_wait_s=WAIT_S)
+        await route(router, ask())
+        num_unread = router.counts["unread"]
+        waiting = [asyncio.create_task(route(router, ask(long), until_known=False)) for _ in range(8)]
+        await asyncio.sleep(0)
+        for _ in range(3):
+            await route(router, ask())
+        assert not held
+        gate.set()
+        await asyncio.gather(*waiting)
+        # So many were read in turn; the others were routed at once, and counted.
+        assert (len(held), router.counts["unread"] - num_unread) == (4, 4)
+
+    try:
+        run(test())
+    finally:
+        gate.set()
+
+
 async def read(router):
     """Return once the router can read prompts."""
     async with asyncio.timeout(WAIT_S):

@@ -25,7 +25,7 @@ import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
 import zmq
 from vllm import LLM, ModelRegistry, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
@@ -183,7 +183,7 @@ gc.freeze()
 
 
 class EngineProcess:
-    def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", among=(), **settings):
+    def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", among=(), events=None, **settings):
         transfer = None if connector is None else transfer_config(connector, policy, role, among)
         given = {
             "dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": 64,
@@ -191,7 +191,7 @@ class EngineProcess:
         } | (ON_GPU if DEVICE == "cuda" else on_cpu(settings)) | settings  # fmt: skip
         llm = LLM(
             model, enforce_eager=True, async_scheduling=False,
-            kv_transfer_config=transfer, **given,
+            kv_transfer_config=transfer, kv_events_config=KVEventsConfig(**events) if events else None, **given,
         )  # fmt: skip
         self.engine = llm.llm_engine
         if settings.get("pipeline_parallel_size", 1) > 1:

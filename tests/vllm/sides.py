@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 SIZE = 16
@@ -56,5 +57,23 @@ def request(name="r", num_tokens=40, **more):
         "prompt_token_ids": tokens, "all_token_ids": list(tokens), "num_prompt_tokens": num_tokens,
         "num_tokens": num_tokens, "num_computed_tokens": 0, "lora_request": None, "mm_features": None,
         "cache_salt": None, "status": None, "skip_reading_prefix_cache": False, "kv_transfer_params": None,
+        "prompt_embeds": None, "block_hashes": [],
     }  # fmt: skip
     return SimpleNamespace(request_id=name, **(fields | more))
+
+
+@functools.cache
+def _hashing():
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+
+    kv_cache_utils.init_none_hash(sha256)
+    return kv_cache_utils, sha256
+
+
+def engine_hashes(asked, size=SIZE):
+    """Give a request vLLM's own hashes of its blocks, and return them as vLLM's events have them."""
+    kv_cache_utils, sha256 = _hashing()
+    asked.block_hashes = []
+    asked.block_hashes = kv_cache_utils.get_request_block_hasher(size, sha256)(asked)
+    return [kv_cache_utils.maybe_convert_block_hash(own) for own in asked.block_hashes]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-from sides import SIZE, request, scheduler_side
+from sides import SIZE, engine_hashes, request, scheduler_side
+
+from kvstore.blocks.chain import event_hash
 
 
 @pytest.fixture
@@ -29,17 +32,25 @@ def read(side):
     return read
 
 
-def saved(side, asked, *nums_blocks):
-    """Let the workers report blocks of a request, each time from the root on; return its hashes."""
+def saved(side, asked, *nums_blocks, size=SIZE):
+    """Let the workers report blocks of a request, each time from the root on; return the engine's hashes."""
     from kvstore.integrations.vllm.plan import WorkerReport
     from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
 
     side.begin(asked)
     tracked = side.tracked[asked.request_id]
     tracked.hashes = PromptHashes(side.space, asked).all()
+    hashes = engine_hashes(asked, size)
     for num_blocks in nums_blocks:
         side.heard(set(), WorkerReport(stored=[(asked.request_id, num_blocks)]))
-    return list(tracked.hashes)
+    return hashes
+
+
+def names(side, asked):
+    """Return the blocks of a request as the store's events name them."""
+    from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
+
+    return [event_hash(own) for own in PromptHashes(side.space, asked).all()]
 
 
 @pytest.fixture
@@ -75,7 +86,7 @@ def store():
     def save(seed, num_blocks):
         run = scheduler_side().space.block_hashes([seed] * num_blocks * SIZE)
         pool.complete_store(pool.prepare_store(run, "w").write_id, "w")
-        return list(run)
+        return [event_hash(own) for own in run]
 
     made.hear, made.save = hear, save
     yield made
@@ -112,8 +123,9 @@ def test_an_engine_that_hears_of_a_prefix_only_now_tells_it_whole(side, read):
 
 
 def test_blocks_that_went_are_told_and_told_again_when_they_return(side, read):
-    hashes = saved(side, request("one", 4 * SIZE), 4)
-    side.events.removed([hashes[3], hashes[1], b"unknown" * 4])
+    asked = request("one", 4 * SIZE)
+    hashes, own = saved(side, asked, 4), names(side, asked)
+    side.events.removed([own[3], own[1], 7])
     saved(side, request("two", 4 * SIZE), 4)
     stored, removed, *again = read()
     assert kinds([stored, removed, *again]) == ["BlockStored", "BlockRemoved", "BlockStored", "BlockStored"]
@@ -147,16 +159,43 @@ def test_adapters_and_salts_are_named(side, read):
     assert event.extra_keys == [("poet", "tenant"), ("poet",)]
 
 
+@pytest.mark.parametrize(("stored", "num_told"), [(2 * SIZE, 4), (SIZE // 2, 5)])
+def test_blocks_of_another_size_are_told_as_those_of_the_engine(side, read, published, stored, num_told):
+    side.space = type(side.space)(model="m", shape=dataclasses.replace(side.space.shape, block_size=stored))
+    asked = request(num_tokens=5 * SIZE + SIZE // 2)
+    hashes, own = saved(side, asked, 5 * SIZE // stored), names(side, asked)
+    (event,) = read()
+    assert (event.block_hashes, event.block_size) == (hashes[:num_told], SIZE)
+    assert event.token_ids == asked.all_token_ids[: num_told * SIZE]
+    published += [(False, own[1:2])]
+    (removed,) = read()
+    assert removed.block_hashes == (hashes[2:4] if stored > SIZE else hashes[:1])
+    published += [(True, own[1:2])]
+    saved(side, request("two", 5 * SIZE), 5 * SIZE // stored)
+    (again,) = read()
+    assert again.block_hashes == removed.block_hashes
+    assert again.parent_block_hash == (hashes[1] if stored > SIZE else None)
+
+
+def test_blocks_that_were_found_are_told_with_the_load_that_brought_them(side, read):
+    asked, handed = request("found", 3 * SIZE), request("handed", 2 * SIZE)
+    hashes = saved(side, asked)
+    side.tracked["found"].num_saved = 3  # as when their load was planned
+    saved(side, handed)
+    side.heard({"found", "handed", "unknown"}, None)
+    assert [(event.block_hashes, event.parent_block_hash) for event in read()] == [(hashes, None)]
+
+
 def test_evictions_by_the_store_are_told_also_those_before_the_report(side, read, published):
     asked = request("one", 4 * SIZE)
-    hashes = saved(side, asked)
-    published += [(True, hashes[:3]), (False, hashes[2:3])]
+    hashes, own = saved(side, asked), names(side, asked)
+    published += [(True, own[:3]), (False, own[2:3])]
     saved(side, request("two", 3 * SIZE), 3)
     assert [event.block_hashes for event in read()] == [hashes[:2]]
-    published += [(False, hashes[1:2])]
+    published += [(False, own[1:2])]
     (removed,) = read()
     assert (kinds([removed]), removed.block_hashes) == (["BlockRemoved"], hashes[1:2])
-    published += [(True, hashes[1:])]
+    published += [(True, own[1:])]
     saved(side, request("three", 4 * SIZE), 4)
     (again,) = read()
     assert (again.block_hashes, again.parent_block_hash) == (hashes[1:], hashes[0])
@@ -223,7 +262,8 @@ def test_lost_batches_end_what_is_known_and_nonsense_ends_nothing(store, eventua
         for number, payload in [(5, batch(gone)), (6, b"nonsense"), (7, batch(elsewhere)), (9, batch(gone))]:
             socket.send_multipart((b"kv@n@s", number.to_bytes(8, "big"), payload))
         eventually(lambda: len(store.hear()) >= 4)
-        assert store.heard == [None, (False, [b"h" * 32]), None, (False, [b"h" * 32])]
+        name = event_hash(b"h" * 32)
+        assert store.heard == [None, (False, [name]), None, (False, [name])]
         store.subscription.close()
 
 
@@ -231,14 +271,14 @@ def test_what_is_remembered_is_bounded():
     from kvstore.integrations.vllm.scheduler_side.events import StoreEvents
     from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
 
-    space, events = scheduler_side().space, StoreEvents(True, most_told=3)
+    space, events = scheduler_side().space, StoreEvents(True, SIZE, most_told=3)
     asked = request(num_tokens=5 * SIZE)
-    hashes = PromptHashes(space, asked).all()
-    events.stored(space, asked, hashes)
+    hashes = engine_hashes(asked)
+    events.stored(space, asked, PromptHashes(space, asked).all())
     events.cleared()
     stored, removed = events.take()
-    assert stored.block_hashes == list(hashes)
-    assert removed.block_hashes == list(hashes[2:])
+    assert stored.block_hashes == hashes
+    assert removed.block_hashes == hashes[2:]
 
 
 def test_an_engine_without_events_keeps_none():
@@ -253,6 +293,7 @@ def test_vllm_reads_the_events_of_a_store():
     from kvstore.node.events import schema
 
     hashes = [bytes([at]) * 32 for at in range(3)]
+    names = [event_hash(own) for own in hashes]
     events = [
         schema.AllBlocksCleared(),
         *schema.stored(hashes, [b"", hashes[0], b"p" * 32], "STORAGE"),
@@ -265,6 +306,6 @@ def test_vllm_reads_the_events_of_a_store():
     assert kinds([cleared, first, second, removed]) == [
         "AllBlocksCleared", "BlockStored", "BlockStored", "BlockRemoved"
     ]  # fmt: skip
-    assert (first.block_hashes, first.parent_block_hash, first.medium) == (hashes[:2], None, "STORAGE")
-    assert (second.block_hashes, second.parent_block_hash, second.token_ids) == (hashes[2:], b"p" * 32, [])
-    assert (removed.block_hashes, removed.medium, removed.locality) == (hashes[:1], "CPU", "LOCAL")
+    assert (first.block_hashes, first.parent_block_hash, first.medium) == (names[:2], None, "STORAGE")
+    assert (second.block_hashes, second.parent_block_hash, second.token_ids) == (names[2:], event_hash(b"p" * 32), [])
+    assert (removed.block_hashes, removed.medium, removed.locality) == (names[:1], "CPU", "LOCAL")

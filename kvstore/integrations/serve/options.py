@@ -21,7 +21,7 @@ class RouterOptions:
     """The keys of `request_router_kwargs`; unknown keys are refused.
 
     Args:
-        tokenizer: folder or name of the model's tokenizer, as transformers takes it.
+        tokenizer: folder or name of the engines' model, as transformers and, for chats, vLLM take it.
         chat_template: text of the engines' chat template, if it is not the tokenizer's own.
         store: name of the store whose directory is asked; None asks no store, and hints are all that is used.
         address: of the store's Ray cluster, as for `kvstore.connect`; None is the cluster of this process.

@@ -1,4 +1,4 @@
-"""From a request to the tokens that an engine will compute: text through the tokenizer, chats through the template.
+"""From a request to the tokens that an engine will compute: text through the tokenizer, chats through vLLM's renderer.
 
 What comes out only steers a request. Where an engine would make other tokens, the request is routed less well, and
 answered the same.
@@ -6,15 +6,22 @@ answered the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvstore.errors import ConfigError
 
-#: Embeddings have no tokens. A template of the client is not run here: engines refuse it as well, by default.
-_UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens", "chat_template")
+#: Threads that read prompts: so many for most of them, and one for long ones, which take seconds.
+NUM_THREADS = 2
+#: From here on a prompt is long.
+_LONG_CHARS = 1 << 17
+#: Embeddings have no tokens.
+_UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens")
 #: A longer text costs a router more than it can win.
 _MOST_CHARS = 1 << 22
+#: Types of the parts of a message that have no media: vLLM would fetch those to render them.
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -34,9 +41,51 @@ def load_tokenizer(name: str) -> Any:
         ) from error
 
 
+def load_renderer(name: str, chat_template: str | None = None) -> Any:
+    """Return what makes prompts of chats in vLLM's servers, as it is in those without a GPU; takes seconds.
+
+    Args:
+        name: folder or name of the model.
+        chat_template: instead of the tokenizer's own.
+
+    Raises:
+        ConfigError: vLLM cannot render this model's chats, or is not installed.
+    """
+    try:
+        from vllm.config import ModelConfig, VllmConfig
+        from vllm.renderers import renderer_from_config
+        from vllm.renderers.online_renderer import OnlineRenderer
+
+        model = ModelConfig(model=name, renderer_num_workers=NUM_THREADS + 1)
+        model.quantization = None  # Or it is checked whether this machine can compute with it.
+        return OnlineRenderer(
+            model,
+            renderer_from_config(VllmConfig(model_config=model)),
+            request_logger=None,
+            chat_template=chat_template,
+            chat_template_content_format="auto",
+            enable_auto_tools=True,
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"request_router_kwargs['tokenizer']: wanted a model whose chats vLLM can render, got {name!r} "
+            f"({type(error).__name__}: {error}); name the engines' model folder. Chats go by the length of queues"
+        ) from error
+
+
 def find_request(args: Iterable[Any]) -> Any:
     """Return the first argument of a call that is a completion or a chat, or None."""
     return next((arg for arg in args if _get(arg, "messages") or _get(arg, "prompt")), None)
+
+
+def is_chat(request: Any) -> bool:
+    """Return whether a request is a chat."""
+    return bool(_get(request, "messages"))
+
+
+def is_long(request: Any) -> bool:
+    """Return whether reading a request's prompt takes long."""
+    return _length(request) > _LONG_CHARS
 
 
 def salt_of(request: Any) -> str | None:
@@ -45,76 +94,70 @@ def salt_of(request: Any) -> str | None:
     return salt if isinstance(salt, str) and salt else None
 
 
-def tokens_of(request: Any, tokenizer: Any, chat_template: str | None = None) -> list[int] | None:
+def tokens_of(request: Any, reader: Any) -> list[int] | None:
     """Return the tokens of a request's prompt.
 
     Args:
-        request: a completion or chat of OpenAI's API, as an object or a mapping.
-        tokenizer: of transformers.
-        chat_template: instead of the tokenizer's own.
+        request: a completion or chat of OpenAI's API: a completion as an object or a mapping, a chat as vLLM's object.
+        reader: what `load_renderer` returned for a chat, a tokenizer of transformers for a completion.
 
     Returns:
-        Token ids in a new list, or None where the prompt is several prompts, too long, has media, or is not text.
+        Token ids in a new list, or None where the prompt is several prompts, too long, has media, or is refused by
+        vLLM.
 
     Raises:
-        Exception: the tokenizer or the template refuse the request; an engine would do the same.
+        Exception: the tokenizer or the renderer refuse the request; an engine would do the same.
     """
+    if _length(request) > _MOST_CHARS:
+        return None
+    if is_chat(request):
+        return _chat_tokens(request, reader) if all(map(_is_text, request.messages)) else None
     if any(_get(request, name) is not None for name in _UNREADABLE):
         return None
-    messages = _get(request, "messages")
-    if messages:
-        return _chat_tokens(request, messages, tokenizer, chat_template)
     prompt = _get(request, "prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if isinstance(prompt, str) and len(prompt) <= _MOST_CHARS:
+    if isinstance(prompt, str):
         with_special = _get(request, "add_special_tokens")
-        return _encode(tokenizer, prompt, True if with_special is None else bool(with_special))
-    if isinstance(prompt, list) and len(prompt) <= _MOST_CHARS and all(type(token) is int for token in prompt):
+        return list(reader(prompt, add_special_tokens=with_special is None or bool(with_special))["input_ids"])
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return list(prompt)
     return None
 
 
-def _chat_tokens(request: Any, messages: Any, tokenizer: Any, chat_template: str | None) -> list[int] | None:
-    conversation = []
-    for message in messages:
-        content = _text_of(_get(message, "content"))
-        if content is None:
-            return None
-        conversation.append({**_plain(message), "content": content})
-    if sum(len(message["content"]) for message in conversation) > _MOST_CHARS:
+def _chat_tokens(request: Any, renderer: Any) -> list[int] | None:
+    changed: dict[str, Any] = {}
+    if _get(request, "tool_choice") not in (None, "none"):
+        changed["tool_choice"] = "auto"  # For others vLLM wants the engines' parser of calls, which reads no prompt.
+    # A copy, as vLLM changes what it renders.
+    rendered = asyncio.run(renderer.render_chat(request.model_copy(update=changed, deep=True)))
+    if not isinstance(rendered, tuple):  # An error for the client.
         return None
-    tools = _get(request, "tools")
-    generation = _get(request, "add_generation_prompt")
-    text = tokenizer.apply_chat_template(
-        conversation,
-        tools=[_plain(tool) for tool in tools] if tools else None,
-        chat_template=chat_template,
-        add_generation_prompt=True if generation is None else bool(generation),
-        continue_final_message=bool(_get(request, "continue_final_message")),
-        tokenize=False,
-        **(_get(request, "chat_template_kwargs") or {}),
-    )
-    return _encode(tokenizer, text, bool(_get(request, "add_special_tokens")))
+    _, (prompt,) = rendered
+    return list(prompt["prompt_token_ids"])
 
 
-def _encode(tokenizer: Any, text: str, with_special: bool) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=with_special)["input_ids"])
+def _is_text(message: Any) -> bool:
+    content = _get(message, "content")
+    if not isinstance(content, list):
+        return content is None or isinstance(content, str)
+    return all(isinstance(part, str) or _get(part, "type") in _TEXT_PARTS for part in content)
 
 
-def _text_of(content: Any) -> str | None:
-    """Return a message's text; None where it has more than text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, Sequence):
-        return None
-    parts = [part if isinstance(part, str) else _get(part, "text") for part in content]
-    return "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+def _length(request: Any) -> int:
+    """Return about how many characters or tokens a request has."""
+    return sum(_num_chars(_get(request, name)) for name in ("prompt", "messages", "tools"))
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list):
+        return len(value) if value and isinstance(value[0], int) else sum(map(_num_chars, value))
+    if hasattr(value, "model_dump"):
+        value = vars(value)
+    return sum(map(_num_chars, value.values())) if isinstance(value, Mapping) else 1
 
 
 def _get(request: Any, name: str) -> Any:
     return request.get(name) if isinstance(request, Mapping) else getattr(request, name, None)
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else dict(value.model_dump(exclude_none=True))

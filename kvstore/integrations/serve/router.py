@@ -31,7 +31,16 @@ from kvstore.integrations.serve.coming import ComingPrompts
 from kvstore.integrations.serve.hints import RoutedHints
 from kvstore.integrations.serve.open_work import OpenWork
 from kvstore.integrations.serve.options import RouterOptions
-from kvstore.integrations.serve.prompts import find_request, load_tokenizer, salt_of, tokens_of
+from kvstore.integrations.serve.prompts import (
+    NUM_THREADS,
+    find_request,
+    is_chat,
+    is_long,
+    load_renderer,
+    load_tokenizer,
+    salt_of,
+    tokens_of,
+)
 from kvstore.integrations.serve.source import StoreSource, first_count, first_space
 from kvstore.integrations.serve.waiting import Bounded, Learned
 from kvstore.integrations.space_text import space_from_text
@@ -42,6 +51,8 @@ logger = logging.getLogger(__name__)
 _CHAIN, _COSTS = "_raykv_chain", "_raykv_costs"
 #: Between two attempts to load the tokenizer, and to learn the namespace; and for a replica to say it.
 _PAUSE_S, _SPACE_S = 5.0, 30.0
+#: Between two attempts to load vLLM's renderer, which take seconds of a core.
+_RENDERER_PAUSE_S = 60.0
 _LOG_S = 60.0
 
 
@@ -66,8 +77,10 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._is_space_known = options.space is not None
         self._limit_hints(options.cache_tokens or 0)
         self._tokenizer = Learned("tokenizer", self._load_tokenizer, _PAUSE_S)
+        self._renderer = Learned("renderer of chats", self._load_renderer, _RENDERER_PAUSE_S)
         self._learning = Learned("namespace", self._ask_replicas, _PAUSE_S)
-        self._reading = Bounded("prompts", options.tokenize_wait_s, num_threads=2, max_open=64)
+        self._reading = Bounded("prompts", options.tokenize_wait_s, num_threads=NUM_THREADS, max_open=64)
+        self._reading_long = Bounded("long prompts", options.tokenize_wait_s, max_open=4)
         self._asking = Bounded("store", options.store_wait_s, options.store_pause_s, num_threads=2, max_open=8)
         self._source = self._open_source()
         self._work, self._coming = OpenWork(), ComingPrompts()
@@ -181,16 +194,18 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             return None, 0
         if self.options.space is None:
             self._adopt(self._learning.get())
-        tokenizer = self._tokenizer.get()
-        read = None if tokenizer is None else await self._reading.do(self._hash, tokenizer, request)
+        reader = (self._renderer if is_chat(request) else self._tokenizer).get()
+        lane = self._reading_long if is_long(request) else self._reading
+        read = None if reader is None else await lane.do(self._hash, reader, request)
         if read is None:
+            self.counts["unread"] += 1
             return None, 0
         chain, num_tokens = read
         setattr(pending, _CHAIN, chain)
         return chain, num_tokens
 
-    def _hash(self, tokenizer: Any, request: Any) -> tuple[BlockHashes, int] | None:
-        tokens = tokens_of(request, tokenizer, self.options.chat_template)
+    def _hash(self, reader: Any, request: Any) -> tuple[BlockHashes, int] | None:
+        tokens = tokens_of(request, reader)
         return None if not tokens else (text_hashes(self.space, tokens, salt_of(request)), len(tokens))
 
     def _adopt(self, said: tuple[Namespace, int] | None) -> None:
@@ -210,6 +225,9 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
 
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.options.tokenizer)
+
+    def _load_renderer(self) -> Any:
+        return load_renderer(self.options.tokenizer, self.options.chat_template)
 
     def _open_source(self) -> StoreSource | None:
         return StoreSource(self.options.store, self.options.address) if self.options.store else None

@@ -10,7 +10,9 @@ from itertools import islice
 
 from msgspec import Struct
 
-#: Most hashes of one event, and of one batch: some 140 KiB.
+from kvstore.blocks.chain import event_hash
+
+#: Most hashes of one event, and of one batch: some 36 KiB.
 MOST_HASHES = 4096
 
 
@@ -18,7 +20,7 @@ class BlockStored(Struct, tag=True, omit_defaults=True, kw_only=True, frozen=Tru
     """A run of blocks that became findable, each the child of the one before.
 
     Args:
-        block_hashes: of the run, 32 bytes each.
+        block_hashes: of the run, the low 64 bits of each.
         parent_block_hash: of the block before the run; None where the run begins at the root of its chain.
         token_ids: always empty.
         block_size: always 0, for unknown.
@@ -28,8 +30,8 @@ class BlockStored(Struct, tag=True, omit_defaults=True, kw_only=True, frozen=Tru
         locality: always "LOCAL", as seen from the publisher.
     """
 
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
+    block_hashes: list[int]
+    parent_block_hash: int | None
     token_ids: tuple[int, ...]
     block_size: int
     lora_id: int | None
@@ -41,7 +43,7 @@ class BlockStored(Struct, tag=True, omit_defaults=True, kw_only=True, frozen=Tru
 class BlockRemoved(Struct, tag=True, omit_defaults=True, kw_only=True, frozen=True):
     """Blocks that can no longer be found in one medium: evicted, cleared, or damaged on the disk."""
 
-    block_hashes: list[bytes]
+    block_hashes: list[int]
     medium: str
     locality: str | None = None
 
@@ -74,8 +76,8 @@ def stored(hashes: Sequence[bytes], parents: Sequence[bytes], medium: str) -> It
         if at < len(hashes) and parents[at] == hashes[at - 1] and at - begin < MOST_HASHES:
             continue
         yield BlockStored(
-            block_hashes=list(hashes[begin:at]),
-            parent_block_hash=parents[begin] or None,
+            block_hashes=[event_hash(own) for own in hashes[begin:at]],
+            parent_block_hash=event_hash(parents[begin]) if parents[begin] else None,
             token_ids=(),
             block_size=0,
             lora_id=None,
@@ -88,7 +90,7 @@ def stored(hashes: Sequence[bytes], parents: Sequence[bytes], medium: str) -> It
 
 def removed(hashes: Collection[bytes], medium: str) -> Iterator[BlockRemoved]:
     """Yield the events of blocks that went."""
-    rest = iter(hashes)
+    rest = map(event_hash, hashes)
     while piece := list(islice(rest, MOST_HASHES)):
         yield BlockRemoved(block_hashes=piece, medium=medium, locality="LOCAL")
 

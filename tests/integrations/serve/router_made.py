@@ -20,8 +20,3 @@ class Letters:
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [*([self.begin] if add_special_tokens else []), *map(ord, text)]}
-
-    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize, chat_template=None, **_):
-        assert not tokenize
-        said = "".join(f"<{message['role']}>{message['content']}" for message in conversation)
-        return (chat_template or "") + said + ("<assistant>" if add_generation_prompt else "")

@@ -1,4 +1,4 @@
-"""From requests to tokens: as an engine would make them, or none."""
+"""From completions to tokens: as an engine would make them, or none. tests/vllm/test_chat_prompts.py has chats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from router_made import Letters
 
 from kvstore.errors import ConfigError
-from kvstore.integrations.serve.prompts import find_request, load_tokenizer, salt_of, tokens_of
+from kvstore.integrations.serve.prompts import find_request, is_chat, is_long, load_tokenizer, salt_of, tokens_of
 
 LETTERS = Letters()
 
@@ -27,21 +27,18 @@ def test_a_prompt_of_tokens_is_taken_as_it_is(prompt):
     assert tokens_of({"prompt": prompt}, LETTERS) == [5, 6, 7]
 
 
-def test_a_chat_goes_through_the_template():
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-
-    assert tokens_of({"messages": messages}, LETTERS) == tokens("<system>s<user>u<assistant>")
-    assert tokens_of({"messages": messages, "add_generation_prompt": False}, LETTERS, "T") == tokens(
-        "T<system>s<user>u"
-    )
-
-
-def test_text_in_parts_is_joined_and_media_are_not_read():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-
-    assert tokens_of({"messages": [{"role": "user", "content": parts}]}, LETTERS) == tokens("<user>a\nb<assistant>")
-    with_image = [*parts, {"type": "image_url", "image_url": {"url": "data:"}}]
-    assert tokens_of({"messages": [{"role": "user", "content": with_image}]}, LETTERS) is None
+def test_long_requests_are_told_from_others():
+    part = {"type": "text", "text": "x" * 100_000}
+    messages = [{"role": "user", "content": [part]}, {"role": "user", "content": "x" * 40_000}]
+    for request, long, chat in (
+        (SimpleNamespace(messages=messages, prompt=None), True, True),
+        (SimpleNamespace(messages=messages[1:], prompt=None, tools=[{"name": "x" * 100_000}]), True, True),
+        (SimpleNamespace(messages=messages[1:]), False, True),
+        ({"prompt": "x" * 200_000}, True, False),
+        ({"prompt": [7] * 200_000}, True, False),
+        ({"prompt": [[7] * 100_000]}, False, False),
+    ):
+        assert (is_long(request), is_chat(request)) == (long, chat)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +49,6 @@ def test_text_in_parts_is_joined_and_media_are_not_read():
         {"prompt": "x" * (1 << 22) + "y"},
         {"prompt": "x", "truncate_prompt_tokens": 3},
         {"prompt": "x", "prompt_embeds": "AAAA"},
-        {"messages": [{"role": "user", "content": "x"}], "chat_template": "{% for a in b %}"},
-        {"messages": [{"role": "user", "content": 5}]},
         {"input": "x"},
     ],
     ids=lambda request: next(iter(request)) + str(len(request)),

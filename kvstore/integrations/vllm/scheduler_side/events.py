@@ -1,21 +1,26 @@
-"""KV cache events of one engine in vLLM's format: blocks that its saves stored, and those gone since."""
+"""KV cache events of one engine in vLLM's format: blocks that it knows to be in the store, and those gone since.
+
+Routers count a block only under the engine's own hash, behind the engine's own blocks. So events name blocks of the
+engine's size by these hashes, in the form that the engine's events have.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
+from kvstore.blocks.chain import event_hash
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.client.client import Client
 from kvstore.integrations.vllm.scheduler_side.subscription import Subscription
 
 logger = logging.getLogger(__name__)
 
-#: The most blocks remembered as told; some 50 MB. Beyond it the oldest are forgotten, and may be told again.
+#: The most blocks remembered as told; some 60 MB. Beyond it the oldest are forgotten, and may be told again.
 _MOST_TOLD = 1 << 18
 #: The most blocks remembered as gone: a worker may report a block that was evicted since.
 _MOST_GONE = 1 << 16
@@ -29,13 +34,15 @@ class StoreEvents:
 
     Args:
         is_on: whether vLLM publishes events; if not, calls have no effect.
+        block_size: tokens of vLLM's blocks.
         most_told: how many blocks are remembered.
     """
 
-    def __init__(self, is_on: bool, most_told: int = _MOST_TOLD) -> None:
-        self.is_on, self._most_told = is_on, most_told
-        self._told: dict[bytes, None] = {}
-        self._gone: dict[bytes, None] = {}
+    def __init__(self, is_on: bool, block_size: int, most_told: int = _MOST_TOLD) -> None:
+        self.is_on, self._block_size, self._most_told = is_on, block_size, most_told
+        #: Stored blocks, as the store's events name them, and what was told of each: the engine's blocks that need it.
+        self._told: dict[int, list[Any]] = {}
+        self._gone: dict[int, None] = {}
         self._subscription = Subscription()
         self._events: list[Any] = []
 
@@ -53,16 +60,23 @@ class StoreEvents:
         if not self.is_on:
             return
         self._read()
-        for begin, end in _runs([own not in self._told and own not in self._gone for own in hashes]):
-            self._events.append(_stored(space, request, hashes, begin, end))
-            self._told.update(dict.fromkeys(hashes[begin:end]))
+        stored_size, own_size = space.shape.block_size, self._block_size
+        # One of the two sizes divides the other; the larger one is told or not as a whole.
+        num_stored, num_own = max(1, own_size // stored_size), max(1, stored_size // own_size)
+        names = list(map(event_hash, hashes))
+        pieces = [names[at : at + num_stored] for at in range(0, len(names) - num_stored + 1, num_stored)]
+        pieces = pieces[: len(request.block_hashes) // num_own]
+        for begin, end in _runs([self._is_news(piece) for piece in pieces]):
+            event = _stored(request, own_size, begin * num_own, end * num_own)
+            self._events.append(event)
+            for at, piece in enumerate(pieces[begin:end]):
+                told = event.block_hashes[at * num_own : (at + 1) * num_own]
+                self._told.update(dict.fromkeys(piece, told))
         _shorten(self._told, self._most_told)
 
-    def removed(self, hashes: Collection[bytes]) -> None:
-        """Note that blocks are not in this node's store any more; those that were not told are left out."""
-        gone = [own for own in hashes if own in self._told]
-        for own in gone:
-            del self._told[own]
+    def removed(self, names: Iterable[int]) -> None:
+        """Note that stored blocks are not in this node's store any more; those that were not told are left out."""
+        gone = list(dict.fromkeys(own for name in names for own in self._told.pop(name, ())))
         if gone:
             self._events.append(_made(BlockRemoved, block_hashes=gone, medium="CPU", locality="LOCAL"))
 
@@ -80,6 +94,10 @@ class StoreEvents:
         events, self._events = self._events, []
         return events
 
+    def _is_news(self, names: list[int]) -> bool:
+        """Whether all of these blocks may be in the store, and not all were told."""
+        return not all(name in self._told for name in names) and not any(name in self._gone for name in names)
+
     def _read(self) -> None:
         """Take in what the store of this node published. An error ends the subscription, not the engine."""
         try:
@@ -95,17 +113,17 @@ class StoreEvents:
             self.cleared()
             self._gone.clear()
             return
-        is_here, hashes = change
+        is_here, names = change
         if is_here:
-            for own in hashes:
-                self._gone.pop(own, None)
+            for name in names:
+                self._gone.pop(name, None)
         else:
-            self.removed(hashes)
-            self._gone.update(dict.fromkeys(hashes))
+            self.removed(names)
+            self._gone.update(dict.fromkeys(names))
             _shorten(self._gone, _MOST_GONE)
 
 
-def _shorten(known: dict[bytes, None], most: int) -> None:
+def _shorten(known: dict[int, Any], most: int) -> None:
     while len(known) > most:
         del known[next(iter(known))]
 
@@ -121,16 +139,13 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
             begin = None
 
 
-def _stored(space: Namespace, request: Any, hashes: BlockHashes, begin: int, end: int) -> Any:
-    """Return the event of blocks [begin, end). The hashes are the store's, and differ from those in vLLM's own events.
-
-    They are of the stored block size.
-    """
-    size, lora = space.shape.block_size, request.lora_request
+def _stored(request: Any, size: int, begin: int, end: int) -> Any:
+    """Return the event of the engine's blocks [begin, end) of a request."""
+    hashes, lora = request.block_hashes, request.lora_request
     return _made(
         BlockStored,
-        block_hashes=list(hashes[begin:end]),
-        parent_block_hash=hashes[begin - 1] if begin else None,
+        block_hashes=[maybe_convert_block_hash(own) for own in hashes[begin:end]],
+        parent_block_hash=maybe_convert_block_hash(hashes[begin - 1]) if begin else None,
         token_ids=list(request.all_token_ids[begin * size : end * size]),
         block_size=size,
         lora_id=getattr(lora, "adapter_id", None),

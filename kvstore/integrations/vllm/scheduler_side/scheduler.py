@@ -71,7 +71,7 @@ class SchedulerSide:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
         self._loads, self._produces, self._num_anew = loads, produces, num_anew
         self._saves = produces and options.save is not SavePolicy.NONE
-        self.events, self.stats, self._names_media = StoreEvents(emits_events), stats, names_media
+        self.events, self.stats, self._names_media = StoreEvents(emits_events, engine_block_size), stats, names_media
         #: Whether these are set: before that no request is tracked, nothing is loaded and nothing saved.
         self.is_open = False
         self.space: Namespace
@@ -281,8 +281,9 @@ class SchedulerSide:
         for req_id in received:
             if tracked := self.tracked.get(req_id):
                 tracked.is_loading = False
-        if report is None or not self.is_open:
+        if not self.is_open:
             return
+        report = WorkerReport() if report is None else report
         self.handoffs.learn(report.desks)
         for req_id, num_tokens in report.failed_loads.items():
             if tracked := self.tracked.get(req_id):
@@ -290,7 +291,9 @@ class SchedulerSide:
                 # is asked, if vLLM asks.
                 tracked.may_load, tracked.question = tracked.may_load and tracked.is_fetching, None
                 tracked.num_saved = min(tracked.num_saved, num_tokens // self.space.shape.block_size)
-        for req_id, num_blocks in report.stored:
+        # What the store brought counts as saved, and what came by hand-off does not.
+        loaded = [(req_id, self.tracked[req_id].num_saved) for req_id in received if req_id in self.tracked]
+        for req_id, num_blocks in (*loaded, *report.stored):
             tracked = self.tracked.get(req_id) or self.ending.requests.get(req_id)
             if tracked is not None and tracked.hashes is not None and tracked.may_tell:
                 self.events.stored(self.space, tracked.request, tracked.hashes[:num_blocks])

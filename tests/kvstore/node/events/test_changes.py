@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstore.blocks.chain import event_hash
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.node.events import changes as module
@@ -13,6 +14,10 @@ from kvstore.node.events.schema import MOST_HASHES, BlockRemoved, BlockStored, i
 from kvstore.pool.pool import Pool
 
 SPACE = Namespace(model="m", shape=KVShape(num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32", block_size=4))
+
+
+def named(hashes):
+    return [event_hash(own) for own in hashes]
 
 
 def chain(num_blocks, seed=0, parent=None):
@@ -59,13 +64,13 @@ def test_blocks_come_with_the_one_before_and_go_when_they_are_evicted(pool, foll
     store(pool, run[:2])
     store(pool, run)
     first, second = followed.events(followed.take())
-    assert (first.block_hashes, first.parent_block_hash) == (list(run)[:2], None)
-    assert (second.block_hashes, second.parent_block_hash) == (list(run)[2:], run[1])
+    assert (first.block_hashes, first.parent_block_hash) == (named(run[:2]), None)
+    assert (second.block_hashes, second.parent_block_hash) == (named(run[2:]), named(run)[1])
     assert woken
     store(pool, chain(5, 1))
     events = list(followed.events(followed.take()))
     assert [type(event) for event in events] == [BlockRemoved, BlockStored]
-    assert events[0].block_hashes == list(run)[:2:-1]
+    assert events[0].block_hashes == named(run)[:2:-1]
     assert followed.take() == []
 
 
@@ -80,18 +85,18 @@ def test_what_was_there_before_comes_first_parents_before_children(pool):
         assert event.medium == "STORAGE"
         assert event.parent_block_hash is None or event.parent_block_hash in seen
         seen.update(event.block_hashes)
-    assert seen == set(pool.resident_hashes())
+    assert seen == set(named(pool.resident_hashes()))
 
 
 def test_clearing_and_bad_bytes_remove(pool, followed):
     run = chain(3)
     store(pool, run)
     pool.discard([1])
-    assert here(followed.events(followed.take())) == {run[0], run[2]}
+    assert here(followed.events(followed.take())) == set(named([run[0], run[2]]))
     store(pool, chain(1, 1))
     pool.clear(SPACE.digest)
     _, gone = followed.events(followed.take())
-    assert set(gone.block_hashes) == {run[0], run[2], chain(1, 1)[0]}
+    assert set(gone.block_hashes) == set(named([run[0], run[2], chain(1, 1)[0]]))
 
 
 def test_too_many_changes_are_lost_as_a_whole_and_begin_anew(pool, followed, woken, monkeypatch):
@@ -103,9 +108,9 @@ def test_too_many_changes_are_lost_as_a_whole_and_begin_anew(pool, followed, wok
     assert followed.take() is None
     store(pool, chain(2, 2))
     assert followed.take() is None
-    assert here(followed.all_stored()) == set(pool.resident_hashes())
+    assert here(followed.all_stored()) == set(named(pool.resident_hashes()))
     store(pool, chain(1, 3))
-    assert here(followed.events(followed.take())) == set(chain(1, 3))
+    assert here(followed.events(followed.take())) == set(named(chain(1, 3)))
 
 
 def test_after_the_end_nothing_is_told(pool, followed, woken):
@@ -119,7 +124,10 @@ def test_long_runs_are_cut():
     run = list(chain(2 * MOST_HASHES + 1))
     events = list(stored(run, [b"", *run[:-1]], "CPU"))
     assert [len(event.block_hashes) for event in events] == [MOST_HASHES, MOST_HASHES, 1]
-    assert [event.parent_block_hash for event in events] == [None, run[MOST_HASHES - 1], run[2 * MOST_HASHES - 1]]
+    assert [event.parent_block_hash for event in events] == [
+        None,
+        *named([run[MOST_HASHES - 1], run[2 * MOST_HASHES - 1]]),
+    ]
     assert [len(event.block_hashes) for event in removed(run, "CPU")] == [MOST_HASHES, MOST_HASHES, 1]
 
 

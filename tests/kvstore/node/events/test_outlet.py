@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from event_subscriber import SOON_S
+from event_subscriber import SOON_S, named
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.pool import Pool
@@ -31,29 +31,29 @@ def test_after_the_loss_of_its_process_a_subscriber_is_told_all_anew(publisher, 
     chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 * 8))
     publisher.follow([(pool, "CPU")])
     pool.complete_store(pool.prepare_store(chain.head(2), "writer").write_id, "writer")
-    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain.head(2)))
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(named(chain.head(2))))
     os.kill(before["pid"], signal.SIGKILL)
     wait_until(lambda: publisher.stats()["num_lost"] == 1)
     pool.complete_store(pool.prepare_store(chain, "writer").write_id, "writer")
     wait_until(lambda: publisher.stats()["pid"] not in (None, before["pid"]) and publisher.stats()["num_kept"])
     subscriber.begin_anew()
-    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain))
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(named(chain)))
     for name in ("endpoint", "replay_endpoint", "num_failures"):
         assert publisher.stats()[name] == before[name]
 
 
 def test_a_process_that_takes_nothing_is_replaced(publish, subscribe, wait_until):
     publisher = publish(take_s=1.0)
-    pool, subscriber = Pool(1 << 14), subscribe(publisher)
-    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 << 14))
+    pool, subscriber = Pool(1 << 16), subscribe(publisher)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 << 16))
     pool.complete_store(pool.prepare_store(chain, "writer").write_id, "writer")
     stopped = publisher.stats()["pid"]
     os.kill(stopped, signal.SIGSTOP)
-    publisher.follow([(pool, "CPU")])  # 512 KiB of hashes, more than its socket keeps.
+    publisher.follow([(pool, "CPU")])  # 576 KiB of hashes, more than its socket keeps.
     wait_until(lambda: publisher.stats()["pid"] not in (None, stopped) and publisher.stats()["num_kept"])
     assert publisher.stats()["num_lost"] >= 1
     subscriber.begin_anew()
-    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain))
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(named(chain)))
 
 
 def test_a_store_ends_also_when_its_process_does_not(publisher):

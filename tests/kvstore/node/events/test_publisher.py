@@ -10,7 +10,7 @@ import pytest
 
 zmq = pytest.importorskip("zmq")
 
-from event_subscriber import SOON_S  # noqa: E402
+from event_subscriber import SOON_S, named  # noqa: E402
 
 from kvstore.blocks.chain import BlockHashes  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
@@ -53,9 +53,9 @@ def agree(subscriber, core, runs):
 
     def holds():
         known = subscriber.here["CPU"]
-        prefixes = {run: next((at for at, own in enumerate(run) if own not in known), len(run)) for run in runs}
+        prefixes = {run: next((at for at, own in enumerate(named(run)) if own not in known), len(run)) for run in runs}
         return found() == {own for run, count in prefixes.items() for own in list(run)[:count]} and (
-            known == core.pool.present([own for run in runs for own in run])
+            known == set(named(core.pool.present([own for run in runs for own in run])))
         )
 
     return holds
@@ -65,25 +65,25 @@ def test_a_subscriber_knows_what_lookups_find(cluster, node, subscribe):
     subscriber, runs = subscribe(node), chains(cluster, 12)
     save(node, *runs[:3])
     subscriber.read_until(agree(subscriber, node, runs))
-    assert subscriber.here["CPU"] == {own for run in runs[:3] for own in run}
+    assert subscriber.here["CPU"] == {own for run in runs[:3] for own in named(run)}
     save(node, *runs[3:])
     assert node.pool.stats().num_evicted
     subscriber.read_until(agree(subscriber, node, runs))
     assert "BlockRemoved" in subscriber.kinds
     for run in runs:
-        assert [subscriber.parents[own] for own in run] == [None, *list(run)[:-1]]
+        assert [subscriber.parents[own] for own in named(run)] == [None, *named(run)[:-1]]
     node.state.pool_service.clear(cluster.space.digest)
     subscriber.read_until(agree(subscriber, node, runs))
     assert subscriber.here["CPU"] == set()
     save(node, runs[0])
-    subscriber.read_until(lambda: subscriber.here["CPU"] == set(runs[0]))
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(named(runs[0])))
 
 
 def test_one_that_comes_late_gets_all_batches_again(cluster, node, subscribe):
     early, runs = subscribe(node), chains(cluster, 12)
     for run in runs:
         save(node, run)
-        early.read_until(lambda run=run: set(run) <= early.here["CPU"])
+        early.read_until(lambda run=run: set(named(run)) <= early.here["CPU"])
     late = subscribe(node)
     late.catch_up()
     assert (late.here, late.parents, late.next) == (early.here, early.parents, early.next)
@@ -145,32 +145,32 @@ def test_a_tier_on_disk_has_a_medium_of_its_own_also_after_a_restart(cluster, su
     node = cluster.add("a", mover=False, **settings)
     node.worker, subscriber = cluster.worker("a"), subscribe(node)
     save(node, run)
-    subscriber.read_until(lambda: subscriber.here == {"CPU": set(run), "STORAGE": set(run)})
+    subscriber.read_until(lambda: subscriber.here == {"CPU": set(named(run)), "STORAGE": set(named(run))})
     cluster.stop_node("a")
     node = cluster.add("a", mover=False, **settings)
     cluster.worker("a")
     subscriber = subscribe(node)
-    subscriber.read_until(lambda: subscriber.here == {"CPU": set(), "STORAGE": set(run)})
-    assert [subscriber.parents[own] for own in run] == [None, *list(run)[:-1]]
+    subscriber.read_until(lambda: subscriber.here == {"CPU": set(), "STORAGE": set(named(run))})
+    assert [subscriber.parents[own] for own in named(run)] == [None, *named(run)[:-1]]
     node.state.pool_service.clear(cluster.space.digest)
     subscriber.read_until(lambda: not subscriber.here["STORAGE"])
 
 
 def test_a_slow_subscriber_loses_batches_sees_it_and_recovers(cluster, subscribe, wait_until):
-    publisher, pool = EventPublisher(*ADDRESSES.values(), "n", "s", Limits(num_unread=1)), Pool(4096)
+    publisher, pool = EventPublisher(*ADDRESSES.values(), "n", "s", Limits(num_unread=1)), Pool(1 << 13)
     try:
-        subscriber, chain = subscribe(publisher, RCVHWM=1, RCVBUF=1 << 12), cluster.hashes(4096)
+        subscriber, chain = subscribe(publisher, RCVHWM=1, RCVBUF=1 << 12), cluster.hashes(1 << 13)
         publisher.follow([(pool, "CPU")])
 
         def store():
             pool.complete_store(pool.prepare_store(chain, "w").write_id, "w")
 
         def change():
-            """Send two batches of 140 KB."""
+            """Send four batches of 36 KB."""
             before = publisher.stats()["num_batches"]
             pool.clear(cluster.space.digest)
             store()
-            wait_until(lambda: publisher.stats()["num_batches"] >= before + 2)
+            wait_until(lambda: publisher.stats()["num_batches"] >= before + 4)
             return subscriber.topics
 
         store()
@@ -179,13 +179,13 @@ def test_a_slow_subscriber_loses_batches_sees_it_and_recovers(cluster, subscribe
         while subscriber.read():
             pass
         gaps = subscriber.num_gaps
-        for _ in range(80):  # It reads none of these 22 MB: more than all sockets keep.
+        for _ in range(160):  # It reads none of these 23 MB: more than all sockets keep.
             change()
         while subscriber.num_gaps == gaps:  # What the sockets kept has no gap; it comes first.
             change()
             assert subscriber.read(SOON_S * 1000)
         subscriber.read_until(lambda: subscriber.next == publisher.stats()["num_batches"])
-        assert subscriber.here["CPU"] == set(chain)
+        assert subscriber.here["CPU"] == set(named(chain))
     finally:
         publisher.stop()
 
@@ -236,14 +236,14 @@ def test_what_is_kept_for_replays_is_bounded(publish, subscribe):
 
 
 def test_one_that_asks_again_and_reads_nothing_costs_no_memory_for_each_answer(publisher, wait_until):
-    pool = Pool(1 << 15)
-    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 << 15))
+    pool = Pool(1 << 16)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 << 16))
     pool.complete_store(pool.prepare_store(chain, "writer").write_id, "writer")
     for count in range(1, 9):
         publisher.follow([(pool, "CPU")])
-        wait_until(lambda count=count: publisher.stats()["num_batches"] > 8 * count)
+        wait_until(lambda count=count: publisher.stats()["num_batches"] > 16 * count)
     pid = publisher.stats()["pid"]
-    before, num_asked = num_resident_bytes(pid), 40  # Each answer has 8 MiB.
+    before, num_asked = num_resident_bytes(pid), 40  # Each answer has 4.5 MiB.
     with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
         for name, value in {"LINGER": 0, "RCVHWM": 1, "RCVBUF": 4096}.items():
             asker.setsockopt(getattr(zmq, name), value)
@@ -272,13 +272,13 @@ def test_after_a_round_that_failed_a_subscriber_is_told_all_anew(publisher, subs
     publisher.follow([(pool, "CPU")])
     # What it publishes shows that its first round is over, so the next one has changes only.
     pool.complete_store(pool.prepare_store(chain.head(2), "writer").write_id, "writer")
-    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain.head(2)))
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(named(chain.head(2))))
     with monkeypatch.context() as patch:
         patch.setattr("kvstore.node.events.changes.PoolChanges.events", lambda *_: 1 / 0)
         pool.complete_store(pool.prepare_store(chain.head(4), "writer").write_id, "writer")
         wait_until(lambda: publisher.stats()["num_failures"])
     pool.complete_store(pool.prepare_store(chain, "writer").write_id, "writer")
-    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain))
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(named(chain)))
 
 
 def test_a_change_during_a_round_wakes_the_next_one(publisher, subscribe, monkeypatch):
@@ -287,7 +287,7 @@ def test_a_change_during_a_round_wakes_the_next_one(publisher, subscribe, monkey
     chain = BlockHashes(b"n" * 32, b"n" * 32, 0, random.Random(1).randbytes(32 * 8))
     publisher.follow([(pool, "CPU")])
     pool.complete_store(pool.prepare_store(chain.head(2), "writer").write_id, "writer")
-    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain.head(2)))
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(named(chain.head(2))))
     real, rest = PoolChanges.events, [chain, chain.head(6)]
 
     def change_meanwhile(source, changes):
@@ -297,4 +297,4 @@ def test_a_change_during_a_round_wakes_the_next_one(publisher, subscribe, monkey
 
     monkeypatch.setattr(PoolChanges, "events", change_meanwhile)
     pool.complete_store(pool.prepare_store(chain.head(4), "writer").write_id, "writer")
-    subscriber.read_until(lambda: subscriber.here["CPU"] == set(chain))
+    subscriber.read_until(lambda: subscriber.here["CPU"] == set(named(chain)))
