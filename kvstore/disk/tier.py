@@ -16,13 +16,12 @@ from typing import Any
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.config import StoreConfig
-from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
-from kvstore.disk.index_file import IndexFile
+from kvstore.disk.folder import VERSIONS, Folder, open_folder, sizes_in
 from kvstore.disk.places import Places, TierContext
 from kvstore.disk.reader import READER, DiskRead, Reader
 from kvstore.disk.records import place_bytes
 from kvstore.disk.restore import restore_old
-from kvstore.disk.slot_file import SlotFile
+from kvstore.disk.room import Room
 from kvstore.disk.threads import DiskThreads
 from kvstore.disk.versions_file import VersionsKeeper, read_versions
 from kvstore.disk.writing.admission import WriteBudget
@@ -66,6 +65,7 @@ class DiskTier:
         try:
             #: What was cleared, as the last store on this folder knew it.
             self.old_versions = read_versions(self._folder.path / VERSIONS)
+            self._num_other_bytes = sum(num_bytes for _, num_bytes in sizes_in(self._folder.path).values())
         except (OSError, ConfigError) as error:
             self._folder.close()
             if isinstance(error, ConfigError):
@@ -76,8 +76,8 @@ class DiskTier:
         self._say_off = partial(log_life, "disk_off", level=logging.ERROR, limit=limit, path=path)
         self._say_on = partial(log_life, "disk_on", limit=limit, path=path)
         self._versions = VersionsKeeper(self._folder.path / VERSIONS, versions_now, self.old_versions)
-        #: Why the tier begins empty, or stays off for good.
-        self.note = self.why_off = ""
+        #: Why the tier stays off for good.
+        self.why_off = ""
         self.pool = Pool(0)
         self._is_admitted = self._is_stopped = False
         self._context: TierContext | None = None
@@ -115,36 +115,29 @@ class DiskTier:
         with self._beginning:
             if self._is_stopped:
                 return
-            num_slots = self._config.disk_capacity_bytes // place_bytes(slot_bytes)
+            num_bytes, tier_id = self._config.disk_capacity_bytes, self._folder.tier_id
             try:
-                if num_slots < 2:
+                if (num_slots := num_bytes // place_bytes(slot_bytes)) < 2:
                     raise ConfigError(
                         f"disk_capacity_bytes: wanted room for at least 2 blocks of {slot_bytes} bytes, got "
-                        f"{self._config.disk_capacity_bytes}; raise it"
+                        f"{num_bytes}; raise it"
                     )
-                label, self.note = self._folder.begin(slot_bytes, num_slots)
-                slots = SlotFile(self._folder.path / SLOTS, slot_bytes, num_slots)
-                try:
-                    index = IndexFile(self._folder.path / INDEX, bytes.fromhex(label.tier_id), num_slots)
-                except BaseException:
-                    slots.close()
-                    raise
+                room = Room(self._folder.path, tier_id, slot_bytes, num_bytes)
             except (OSError, ConfigError) as error:
                 self.why_off = f"the disk tier cannot begin: {error}"
                 self._say_off(reason=self.why_off)
                 return
-            if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
-                self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
             tenants = disk_tenants(self._config.tenants, num_slots, place_bytes(slot_bytes))
             pool = Pool(num_slots, presence=presence, has_roots=self._config.num_directory_shards > 1, tenants=tenants)
             self._context = TierContext(
-                tier_id=bytes.fromhex(label.tier_id),
+                tier_id=tier_id,
                 memory_pool=memory_pool,
                 memory=memory,
                 disk_pool=pool,
                 places=Places(num_slots),
-                slots=slots,
-                index=index,
+                room=room,
+                slots=room.slots,
+                index=room.index,
                 num_bytes_of=num_bytes_of,
                 version_of=version_of,
                 changed=changed,
@@ -187,7 +180,7 @@ class DiskTier:
                 self._say_off(reason=self.why_off)
                 return 0
             self._is_admitted = True
-        self._say_on(num_restored=self.num_restored, note=self.note or None)
+        self._say_on(num_restored=self.num_restored)
         if self.num_restored:
             context.changed()
         if self._threads is not None:
@@ -300,7 +293,7 @@ class DiskTier:
             "path": str(self._folder.path),
             "is_off": self.is_off,
             "reason": self.reason,
-            "note": self.note,
+            "num_other_bytes": self._num_other_bytes if context is None else context.room.num_other_bytes,
             "num_restored": self.num_restored,
             "read_gb_per_s": round(self.rate.bytes_per_s / 1e9, 3),
         }
@@ -345,6 +338,5 @@ class DiskTier:
             logger.warning("the disk does not answer; its folder stays locked until this process ends")
             return
         if self._context is not None:
-            self._context.slots.close()
-            self._context.index.close()
+            self._context.room.close()
         self._folder.close()
