@@ -88,6 +88,8 @@ class DiskTier:
         #: Blocks of earlier stores, and the rate of loads of this node.
         self.num_restored, self.rate = 0, MeasuredRate()
         self._beginning = threading.Lock()  # Files are opened, or read: they must not be closed meanwhile.
+        #: Set when `attach` was called for the present slots of memory, and has ended.
+        self.has_begun = threading.Event()
         # At once: a clearing before the first client has to last, too.
         self._versions.thread.start()
 
@@ -101,7 +103,9 @@ class DiskTier:
         version_of: Callable[[bytes], int],
         changed: Callable[[], object],
     ) -> None:
-        """Divide the disk into slots, and wait for it. If it refuses, the tier stays off, and `why_off` says why.
+        """Open the files of a size of slots, and wait for it. If the disk refuses, `why_off` says why the tier is off.
+
+        Again when the memory is divided again, into larger slots: before anything was in it.
 
         Args:
             memory_pool: of the arena.
@@ -113,8 +117,13 @@ class DiskTier:
             changed: called when blocks became findable on the disk, or no longer are.
         """
         with self._beginning:
-            if self._is_stopped:
+            if self._is_stopped or (self._context is not None and slot_bytes <= self._context.slots.slot_bytes):
                 return
+            self.pool, self._is_admitted, self.why_off = Pool(0), False, ""
+            if self._context is not None and self._threads is not None:
+                if self._threads.stop(_STOP_S):  # Nothing was in memory, so nothing is read or written.
+                    self._context.room.close()
+                self._context = None
             num_bytes, tier_id = self._config.disk_capacity_bytes, self._folder.tier_id
             try:
                 if (num_slots := num_bytes // place_bytes(slot_bytes)) < 2:
@@ -162,6 +171,11 @@ class DiskTier:
                 self._back = WriteBack(self._context, self._writer, threads.write_soon, lambda: self.is_off)
             self.pool = pool
             self._threads.start()
+
+    def wait_begun(self, answer: dict[str, int]) -> dict[str, int]:
+        """Return this when the tier has begun, so that the first blocks are stored there, too; or after a while."""
+        self.has_begun.wait(min(self._config.disk_timeout_s, self._config.call_timeout_s / 2))
+        return answer
 
     def admit_old(self) -> int:
         """Make the blocks of an earlier store findable, and begin to write new ones. Return the number of the first.

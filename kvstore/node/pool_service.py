@@ -51,6 +51,7 @@ class PoolService:
         versions: of the namespaces that this node knows were cleared.
         changed: blocks became findable or are no longer findable, or a namespace was cleared.
         wake: a deadline was set, or slots are to be swept, so the control thread has to look.
+        dividing: the arena is about to be divided into slots of this many bytes, and so many.
         divided: the arena was divided into this pool, with slots of this many bytes.
         disk: the disk tier, or None.
     """
@@ -64,12 +65,14 @@ class PoolService:
         versions: NamespaceVersions,
         changed: Callable[[], None],
         wake: Callable[[], None],
+        dividing: Callable[[int, int], None],
         divided: Callable[[Pool, int], None],
         disk: DiskTier | None = None,
     ) -> None:
         self._node_id, self._config, self._epoch, self._limit = node_id, config, epoch, LogLimit(at_once=MOST_LINES)
         self._presence, self.versions, self._disk, self.traffic = presence, versions, disk, Traffic()
-        self._changed, self._wake, self._divided, self._attach_lock = changed, wake, divided, threading.Lock()
+        self._changed, self._wake, self._attach_lock = changed, wake, threading.Lock()
+        self._dividing, self._divided = dividing, divided
         self.current, self.slot_bytes = Pool(0, epoch=epoch, clears=presence.clears), 0
         self.reclaimer: Reclaimer | None = None  # None before the first namespace attaches, and without watermarks.
         self.block_bytes: dict[bytes, int] = {}  # Of each namespace that has attached.
@@ -91,8 +94,14 @@ class PoolService:
             raise InvalidRequest("no namespace has attached to this store yet; make a client first")
         return self.current
 
-    def attach(self, namespace: bytes, block_bytes: int) -> dict[str, int]:
+    def attach(self, namespace: bytes, block_bytes: int, *, may_divide_again: bool = False) -> dict[str, int]:
         """Make room for blocks of one size; the first call divides the arena into slots.
+
+        Args:
+            namespace: of the blocks.
+            block_bytes: of each.
+            may_divide_again: for larger blocks, if no slot was ever claimed. The caller then ends all that knows the
+                old slots before it may claim one.
 
         Raises:
             ConfigError: the blocks do not fit the slots, or there are too many namespaces; nothing changed.
@@ -109,13 +118,15 @@ class PoolService:
                     f"blocks of this namespace have {known} bytes here, got a client with {block_bytes}; "
                     "run one version of raykv everywhere"
                 )
-            if not self.is_attached:
+            if not self.is_attached or (may_divide_again and block_bytes > self.slot_bytes):
                 self._divide(max(block_bytes, self._config.block_bytes))
             if block_bytes > self.slot_bytes:
+                holder = max(self.block_bytes, key=self.block_bytes.__getitem__)
                 raise ConfigError(
-                    f"all slots of this store hold {self.slot_bytes} bytes, got a namespace with blocks of "
-                    f"{block_bytes}; start another store (name=) for it, or this one again with "
-                    f"block_bytes={block_bytes}, which every block then takes"
+                    f"the slots of this store hold {self.slot_bytes} bytes and are in use: the largest blocks are "
+                    f"those of namespace {holder.hex()[:12]}, {self.block_bytes[holder]} bytes. Got a namespace with "
+                    f"blocks of {block_bytes}; start another store (name=) for it, or this one again with "
+                    f"block_bytes={block_bytes}, which every block then takes. `kvstore restart` keeps what is saved"
                 )
             self.block_bytes[namespace] = block_bytes
         return {"slot_bytes": self.slot_bytes, "num_slots": self.current.num_slots}
@@ -150,11 +161,18 @@ class PoolService:
         )
         if image is not None:
             pool.adopt(image)
-        self.slot_bytes = slot_bytes
+
+        def change() -> None:
+            self._dividing(slot_bytes, num_slots)
+            self.slot_bytes, self.current = slot_bytes, pool
+
+        if not self.current.leave(change):
+            return
+        if self.reclaimer is not None:
+            self.reclaimer.stop()
         if any(config.watermarks):
             self.reclaimer = Reclaimer(pool, *config.watermarks, self._disk if config.disk_write == "back" else None)
         self._divided(pool, slot_bytes)
-        self.current.leave(lambda: setattr(self, "current", pool))
 
     def block_bytes_of(self, namespace: bytes) -> int:
         """Return the size of a namespace's blocks.

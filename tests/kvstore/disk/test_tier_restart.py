@@ -2,16 +2,20 @@
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 from disk_store import SOON_S, checksum, flip, records_of, wait_until
 
+from kvstore.blocks.hashing import Namespace
+from kvstore.client.client import Client
 from kvstore.config import StoreConfig
 from kvstore.disk import tier as module
 from kvstore.disk.folder import LABEL, LOCK, VERSIONS, sizes_in
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from kvstore.node.core import NodeCore
 from kvstore.runtime import clock
+from tests.kvstore.conftest import SHAPE
 
 STRIDE = 2 * PAGE_BYTES
 
@@ -330,3 +334,33 @@ def test_a_store_that_cannot_begin_lets_its_folder_go(start, cluster, monkeypatc
     store.begin()
     assert store.folder.name == "default-0"
     assert store.load(hashes).num_disk == 6
+
+
+def test_a_small_first_client_keeps_no_larger_one_from_its_blocks_on_disk(stopped, cluster):
+    """The memory is divided again for the larger blocks, as nothing was saved; the disk changes along with it."""
+    store, hashes = stopped
+    small = Namespace(model="small", shape=replace(SHAPE, num_layers=1))
+    large = Namespace(model="large", shape=replace(SHAPE, num_layers=40))
+    before = checksum(store.folder)
+    core = cluster.add("a", **store.settings)
+    disk = core.state.disk
+    for space in (small, large):
+        Client(core.control_path, space).close()
+    slot_bytes = core.state.pool_service.slot_bytes
+    wait_until(lambda: not disk.is_off)
+    assert disk.stats()["num_other_bytes"] == store.slots.stat().st_size + store.index.stat().st_size
+    cluster.stop_node("a")
+    assert checksum(store.folder) == before
+    # The other way round: the larger blocks are those on the disk.
+    store.begin(block_bytes=slot_bytes)
+    store.save(hashes)
+    store.stop()
+    core = cluster.add("a", **store.settings | {"block_bytes": 0})
+    Client(core.control_path, small).close()
+    Client(core.control_path, large).close()
+    wait_until(lambda: core.state.disk.lookup(hashes) == 12)
+    worker = cluster.worker("a", seed=1)
+    assert worker.load(hashes[:6], range(6)).num_disk == 6
+    core.pool.check_integrity()
+    core.state.disk.pool.check_integrity()
+    assert [thread.name for thread in threading.enumerate()].count("raykv-disk-watch") == 1
