@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import clip
+from kvstore.disk.own_files import TEMPORARY, open_own, read_own, write_whole
 from kvstore.disk.records import TIER_ID_BYTES
 from kvstore.errors import ConfigError
 from kvstore.runtime import clock
@@ -36,7 +37,6 @@ _OURS = {LABEL, LOCK, VERSIONS}
 _TIER_ID = re.compile(f"[0-9a-f]{{{2 * TIER_ID_BYTES}}}")
 #: The two files of each size of slots, which their names say.
 _SIZED = re.compile(r"(?:slots|index)-([1-9][0-9]{0,18})\.bin")
-_TEMPORARY = ".new"
 #: Node stores of one host that may share a path; each has a folder of its own.
 _MOST_STORES = 64
 #: How long a store waits for the one before it on the same node, which is just ending.
@@ -264,9 +264,7 @@ def _lock(path: Path, holder: bytes, until_s: float) -> int | None:
 
 def _check_ours(path: Path) -> None:
     label, names = read_label(path), {entry.name for entry in path.iterdir()}
-    strange = sorted(
-        name for name in names if name.removesuffix(_TEMPORARY) not in _OURS and not _SIZED.fullmatch(name)
-    )
+    strange = sorted(name for name in names if name.removesuffix(TEMPORARY) not in _OURS and not _SIZED.fullmatch(name))
     if not strange and LOCK in names:
         # Empty if its store ended in the middle of making it.
         strange = [] if _LOCK_MAGIC.startswith(read_own(path / LOCK, _MOST_BYTES)[: len(_LOCK_MAGIC)]) else [LOCK]
@@ -307,57 +305,3 @@ def sizes_in(path: Path) -> dict[int, tuple[int, int]]:
             info, (written_ns, num_bytes) = entry.lstat(), found.get(int(name[1]), (0, 0))
             found[int(name[1])] = max(written_ns, info.st_mtime_ns), num_bytes + info.st_size
     return found
-
-
-def open_own(path: Path, flags: int) -> int:
-    """Open a regular file of this user that nobody else can write; never wait for a pipe or a device in its place.
-
-    Raises:
-        ConfigError: it is something else; nothing was read or written.
-        OSError: it cannot be opened, or is a link.
-    """
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    info = os.fstat(fd)
-    if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022:
-        return fd
-    os.close(fd)
-    raise ConfigError(
-        f"{path}: wanted a file of user {os.geteuid()} that no other user can write, got "
-        f"{stat.filemode(info.st_mode)} of user {info.st_uid}; give disk_path= another folder"
-    )
-
-
-def read_own(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a small file that `open_own` accepts.
-
-    Raises:
-        ConfigError, OSError: as for `open_own`; or it has more than so many bytes.
-    """
-    with open(open_own(path, os.O_RDONLY), "rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ConfigError(f"{path}: wanted at most {most_bytes} bytes, got more; give disk_path= another folder")
-    return data
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a small file at once: after a crash it has the old or the new content, never a part.
-
-    Raises:
-        OSError: it cannot be written; the old file is still there.
-    """
-    new = path.with_name(path.name + _TEMPORARY)
-    fd = open_own(new, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.ftruncate(fd, len(data))
-        if os.write(fd, data) != len(data):
-            raise OSError(f"{new}: not all of {len(data)} bytes were written")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(new, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

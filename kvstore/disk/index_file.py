@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore.disk.folder import open_own
+from kvstore.disk.own_files import open_own
 from kvstore.disk.records import RECORD_BYTES, Record, unpack_index
 from kvstore.disk.slot_file import neighbours, set_size
 

@@ -11,10 +11,12 @@ import os
 import threading
 from pathlib import Path
 
-from kvstore.disk.folder import open_own, sized_files, sizes_in
+from kvstore.disk.folder import sized_files, sizes_in
 from kvstore.disk.index_file import IndexFile
+from kvstore.disk.own_files import open_own
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES, place_bytes
 from kvstore.disk.slot_file import SlotFile
+from kvstore.errors import ConfigError
 
 
 class Room:
@@ -29,13 +31,19 @@ class Room:
         capacity_bytes: of all files.
 
     Raises:
-        ConfigError, OSError: a file is not this store's, or cannot be opened.
+        ConfigError: the capacity is too small, or a file is not this store's.
+        OSError: a file cannot be opened.
     """
 
     def __init__(self, folder: Path, tier_id: bytes, slot_bytes: int, capacity_bytes: int) -> None:
         self._folder, self._slot_bytes, self._capacity_bytes = folder, slot_bytes, capacity_bytes
         self._place_bytes, self._lock, self._has_held = place_bytes(slot_bytes), threading.Lock(), False
-        self.num_slots = capacity_bytes // self._place_bytes
+        if (num_slots := capacity_bytes // self._place_bytes) < 2:
+            raise ConfigError(
+                f"disk_capacity_bytes: wanted room for at least 2 blocks of {slot_bytes} bytes, got {capacity_bytes}; "
+                "raise it"
+            )
+        self.num_slots = num_slots
         self.num_other_bytes = sum(found[1] for size, found in sizes_in(folder).items() if size != slot_bytes)
         slots, index = sized_files(folder, slot_bytes)
         self.slots = SlotFile(slots, slot_bytes)

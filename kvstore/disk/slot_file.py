@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstore.disk.folder import open_own
+from kvstore.disk.own_files import open_own
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 
 logger = logging.getLogger(__name__)

@@ -105,10 +105,8 @@ class DiskTier:
     ) -> None:
         """Open the files of a size of slots, and wait for it. If the disk refuses, `why_off` says why the tier is off.
 
-        Again when the memory is divided again, into larger slots: before anything was in it.
-
         Args:
-            memory_pool: of the arena.
+            memory_pool: of the arena; another one if that was divided again, while nothing was in it.
             memory: the arena.
             slot_bytes: of its slots, a multiple of `PAGE_BYTES`.
             presence: counts the first blocks of chains on this node.
@@ -124,22 +122,18 @@ class DiskTier:
                 if self._threads.stop(_STOP_S):  # Nothing was in memory, so nothing is read or written.
                     self._context.room.close()
                 self._context = None
-            num_bytes, tier_id = self._config.disk_capacity_bytes, self._folder.tier_id
+            folder = self._folder
             try:
-                if (num_slots := num_bytes // place_bytes(slot_bytes)) < 2:
-                    raise ConfigError(
-                        f"disk_capacity_bytes: wanted room for at least 2 blocks of {slot_bytes} bytes, got "
-                        f"{num_bytes}; raise it"
-                    )
-                room = Room(self._folder.path, tier_id, slot_bytes, num_bytes)
+                room = Room(folder.path, folder.tier_id, slot_bytes, self._config.disk_capacity_bytes)
             except (OSError, ConfigError) as error:
                 self.why_off = f"the disk tier cannot begin: {error}"
                 self._say_off(reason=self.why_off)
                 return
+            num_slots = room.num_slots
             tenants = disk_tenants(self._config.tenants, num_slots, place_bytes(slot_bytes))
             pool = Pool(num_slots, presence=presence, has_roots=self._config.num_directory_shards > 1, tenants=tenants)
             self._context = TierContext(
-                tier_id=tier_id,
+                tier_id=folder.tier_id,
                 memory_pool=memory_pool,
                 memory=memory,
                 disk_pool=pool,
@@ -173,7 +167,7 @@ class DiskTier:
             self._threads.start()
 
     def wait_begun(self, answer: dict[str, int]) -> dict[str, int]:
-        """Return this when the tier has begun, so that the first blocks are stored there, too; or after a while."""
+        """Return this when the tier has begun, or after a while: the first blocks are stored there, too."""
         self.has_begun.wait(min(self._config.disk_timeout_s, self._config.call_timeout_s / 2))
         return answer
 

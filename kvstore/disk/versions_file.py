@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvstore.blocks.chain import HASH_BYTES
-from kvstore.disk.folder import read_own, write_whole
+from kvstore.disk.own_files import read_own, write_whole
 from kvstore.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from kvstore.bounds import MAX_BLOCK_BYTES, MAX_NAMESPACES, MIN_BLOCK_BYTES, che
 from kvstore.config import StoreConfig
 from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.tier import DiskTier
-from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StaleVersion, StoreDraining, StoreUnavailable
+from kvstore.errors import ConfigError, InvalidRequest, StaleVersion, StoreDraining, StoreUnavailable
 from kvstore.memory.presence import PresenceTable
-from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES, divided
+from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES, check_fits, check_known, divided
 from kvstore.node.traffic import Traffic
 from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.handover.image import PoolImage
@@ -97,11 +97,8 @@ class PoolService:
     def attach(self, namespace: bytes, block_bytes: int, *, may_divide_again: bool = False) -> dict[str, int]:
         """Make room for blocks of one size; the first call divides the arena into slots.
 
-        Args:
-            namespace: of the blocks.
-            block_bytes: of each.
-            may_divide_again: for larger blocks, if no slot was ever claimed. The caller then ends all that knows the
-                old slots before it may claim one.
+        With `may_divide_again` larger blocks divide it again, if no slot was ever claimed. The caller then ends all
+        clients that know the old slots.
 
         Raises:
             ConfigError: the blocks do not fit the slots, or there are too many namespaces; nothing changed.
@@ -113,21 +110,11 @@ class PoolService:
         with self._attach_lock:
             if len(self.block_bytes) >= MAX_NAMESPACES and namespace not in self.block_bytes:
                 raise ConfigError(f"wanted at most {MAX_NAMESPACES} namespaces in a store, got one more; restart it")
-            if (known := self.block_bytes.get(namespace, block_bytes)) != block_bytes:
-                raise LayoutMismatch(
-                    f"blocks of this namespace have {known} bytes here, got a client with {block_bytes}; "
-                    "run one version of raykv everywhere"
-                )
-            if not self.is_attached or (may_divide_again and block_bytes > self.slot_bytes):
+            check_known(block_bytes, self.block_bytes.get(namespace, block_bytes))
+            is_empty = self.current.num_free == self.current.num_slots
+            if block_bytes > self.slot_bytes and is_empty and (may_divide_again or not self.is_attached):
                 self._divide(max(block_bytes, self._config.block_bytes))
-            if block_bytes > self.slot_bytes:
-                holder = max(self.block_bytes, key=self.block_bytes.__getitem__)
-                raise ConfigError(
-                    f"the slots of this store hold {self.slot_bytes} bytes and are in use: the largest blocks are "
-                    f"those of namespace {holder.hex()[:12]}, {self.block_bytes[holder]} bytes. Got a namespace with "
-                    f"blocks of {block_bytes}; start another store (name=) for it, or this one again with "
-                    f"block_bytes={block_bytes}, which every block then takes. `kvstore restart` keeps what is saved"
-                )
+            check_fits(block_bytes, self.slot_bytes, self.block_bytes)
             self.block_bytes[namespace] = block_bytes
         return {"slot_bytes": self.slot_bytes, "num_slots": self.current.num_slots}
 
@@ -147,18 +134,13 @@ class PoolService:
         max_pinned = max(1, int(num_slots * config.max_pinned_fraction))
         policy = partial(make_policy, config.eviction, num_slots)
         pool = Pool(
-            num_slots,
-            max_pinned,
-            max_hard_pinned=min(max_pinned, int(num_slots * config.max_hard_pinned_fraction)),
-            epoch=self._epoch,
-            presence=self._presence.counts,
-            clears=self._presence.clears,
+            num_slots, max_pinned, max_hard_pinned=min(max_pinned, int(num_slots * config.max_hard_pinned_fraction)),
+            epoch=self._epoch, presence=self._presence.counts, clears=self._presence.clears,
             on_published=self.traffic.hearing(self.block_bytes, None if self._disk is None else self._disk.offer),
             on_used=None if self._disk is None or config.disk_min_uses == 1 else self._disk.used,
-            eviction=policy(),
-            has_roots=config.num_directory_shards > 1,
+            eviction=policy(), has_roots=config.num_directory_shards > 1,
             tenants=memory_tenants(config.tenants, num_slots, slot_bytes, policy),
-        )
+        )  # fmt: skip
         if image is not None:
             pool.adopt(image)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from disk_store import SOON_S, checksum
 
-from kvstore.disk.folder import FORMAT, LABEL, LOCK, VERSIONS, check_folder, open_folder, open_own, sized_files
+from kvstore.disk.folder import FORMAT, LABEL, LOCK, VERSIONS, check_folder, open_folder, sized_files
+from kvstore.disk.own_files import open_own
 from kvstore.errors import ConfigError
 
 SLOTS, INDEX = (path.name for path in sized_files(Path(), 8192))
