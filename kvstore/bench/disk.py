@@ -27,7 +27,7 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.indexes import ints_in
 from kvstore.bounds import MAX_BLOCK_BYTES
 from kvstore.config import StoreConfig
-from kvstore.disk.folder import SLOTS
+from kvstore.disk.folder import sized_files
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, DiskUnavailable, InvalidRequest
@@ -139,7 +139,7 @@ class Bench:
         # An anonymous mapping, for O_DIRECT wants aligned memory; filled, so that no page of it is new later.
         self._buffer = mmap.mmap(-1, _CALL_BYTES)
         self._buffer.write(np.random.default_rng(1).bytes(_CALL_BYTES))
-        self._file, self._fd = folder / f"{_NAME}-0" / SLOTS, -1
+        self._file, self._fd = sized_files(folder / f"{_NAME}-0", block_bytes)[0], -1
         #: Each block is another stretch of these bytes.
         self._bytes: npt.NDArray[np.uint8] = np.random.default_rng(0).integers(
             0, 256, block_bytes + (1 << 16), dtype=np.uint8
@@ -160,12 +160,13 @@ class Bench:
         if self._tier.is_off:
             raise DiskUnavailable(f"the disk tier did not begin: {self._tier.reason}")
         self._is_direct = bool(self._tier.stats()["is_direct"])
-        self._fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0))
         took = {(op, way): _Took() for op in _OPS for way in _WAYS}
-        # The first write of a preallocated file is slower for any writer, so it is nobody's.
-        self._plain(os.pwritev)
+        # The first write makes the file, and is slower for any writer, so it is nobody's.
+        self._save(self._fill(self._chains(rounds)))
+        self._pool.discard(list(range(self._num_blocks)))
+        self._fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0))
         for number in range(rounds):
-            chains = [self._chain(number, first) for first in range(0, self._num_blocks, self._chain_blocks)]
+            chains = self._chains(number)
             progress(f"round {number + 1} of {rounds}: plain writes")
             with took["write", "plain"].one_round():
                 self._plain(os.pwritev)
@@ -188,6 +189,9 @@ class Bench:
     @property
     def _chain_blocks(self) -> int:
         return max(1, CHAIN_BYTES // self._block_bytes)
+
+    def _chains(self, number: int) -> list[BlockHashes]:
+        return [self._chain(number, first) for first in range(0, self._num_blocks, self._chain_blocks)]
 
     def _chain(self, number: int, first: int) -> BlockHashes:
         count = min(self._chain_blocks, self._num_blocks - first)

@@ -83,6 +83,7 @@ class Attachment:
             self.arena.close()
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
+        self.store.slot_bytes = self.slot_bytes
         with contextlib.suppress(RuntimeError):  # No thread: pages are mapped one by one, on first use.
             threading.Thread(target=self.arena.populate, name="raykv-populate", daemon=True).start()
         # Not at process exit: jobs may still run then, and the exit itself tells the store.

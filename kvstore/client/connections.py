@@ -22,6 +22,7 @@ from kvstore.errors import (
     ConfigError,
     KVStoreError,
     NotAsked,
+    PeerLost,
     StoreBusy,
     StoreNotRunning,
     StoreUnavailable,
@@ -56,6 +57,7 @@ class StoreConnections:
     Attributes:
         node_id, epoch, config: the store's.
         call_timeout_s: limit for the answer to one call.
+        slot_bytes: of the store's slots as the client knows them; 0 before it has attached.
         arena: the store's memory, mapped; the caller unmaps it.
         retelling: tells the store what only this client knows, now or as soon as it answers again.
         for_jobs, for_fetches, for_lookups: idle connections for saves and loads, for fetches, for lookups and `stats`.
@@ -69,7 +71,7 @@ class StoreConnections:
     def __init__(self, path: str, on_lost: Callable[[], None], tenant: str = "") -> None:
         self.path, self._tenant, self._on_lost = path, tenant, on_lost
         self.has_ended = self.was_closed = self._is_lost = False
-        self._pid, self.key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
+        self._pid, self.key, self.slot_bytes = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2), 0
         # Reentrant: a signal handler may ask under it.
         self._lock, self.renewing = threading.RLock(), Turns()
         # Two threads may send last messages: `close`, and one for jobs that outlast it. Without this lock one of them
@@ -102,7 +104,7 @@ class StoreConnections:
         The store takes back its grants over a broken connection, `replaces`, for question `since` and later ones. Its
         answer is waited for `timeout_s`, or as long as for a call. The connection is in `open` then.
         """
-        who = {"owner": self.key, "tenant": self._tenant}
+        who = {"owner": self.key, "tenant": self._tenant, "slot_bytes": self.slot_bytes}
         hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, **who}
         if replaces is not None:
             hello |= {"replaces": replaces.hello["connection"], "since": since}
@@ -127,18 +129,19 @@ class StoreConnections:
         """Open one more connection; arguments as for `connect_anew`.
 
         Raises:
-            StoreUnavailable: the store is gone, or was restarted; `on_lost` was called.
+            StoreUnavailable: the store is gone, or was restarted, or has other slots; `on_lost` was called.
             TransferTimeout: it did not answer in time.
             ForkedClient: this is a child of the process that made it.
         """
         check_process(self._pid)
         try:
             connection, file = self.connect_anew(replaces, since, timeout_s)
-        except StoreNotRunning as error:
+        except StoreUnavailable as error:
             if isinstance(error.__cause__, BlockingIOError):
                 raise TransferTimeout(str(error)) from error
             # Others may have removed its socket's file; an open connection shows that it lives.
-            if _is_nobody_there(error) and all(known.has_ended() for known in list(self.open)):
+            is_gone = _is_nobody_there(error) and all(known.has_ended() for known in list(self.open))
+            if is_gone or not isinstance(error, StoreNotRunning):  # The store itself refuses this client.
                 self._lose()
             raise
         file.close()
@@ -166,7 +169,10 @@ class StoreConnections:
                 limit_s = max(_LEAST_S, limit_s - (clock.now_s() - asked_s))
             try:
                 return connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile, awake_s=awake_s)
-            except NotAsked as error:
+            except PeerLost as error:
+                # Another client that attaches may end this connection, see NodeControl.
+                if op is not Op.ATTACH and not isinstance(error, NotAsked):
+                    raise
                 last = error
         raise last
 
@@ -285,7 +291,8 @@ class StoreConnections:
                     connection.send(op)
                     return
             except KVStoreError as error:
-                if _is_nobody_there(error) or isinstance(error, ConfigError):
+                is_refused = isinstance(error, StoreUnavailable) and not isinstance(error, StoreNotRunning)
+                if is_refused or _is_nobody_there(error) or isinstance(error, ConfigError):
                     logger.debug("the node store was gone before this client")
                     return
             time.sleep(pause_s)

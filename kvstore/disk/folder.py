@@ -1,4 +1,8 @@
-"""Choose the folder of a disk tier, lock it, and keep its label. No file of another program is ever changed."""
+"""Choose the folder of a disk tier, lock it, and keep its label. No file of another program is ever changed.
+
+Others may write beside the folder. So its owner is checked before anything in it is opened, no link is followed, and
+only regular files of this user are used: a pipe or a device in place of one cannot hold up the store.
+"""
 
 from __future__ import annotations
 
@@ -8,117 +12,94 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import clip
+from kvstore.disk.own_files import TEMPORARY, open_own, read_own, write_whole
 from kvstore.disk.records import TIER_ID_BYTES
 from kvstore.errors import ConfigError
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-LABEL, LOCK, SLOTS, INDEX, VERSIONS = "tier.json", "lock", "slots.bin", "index.bin", "versions.json"
+FORMAT = 2
+LABEL, LOCK, VERSIONS = "tier.json", "lock", "versions.json"
 _MAGIC = "raykv disk tier"
 #: Begins the content of the lock, before the node that has it or had it last.
 _LOCK_MAGIC = b"raykv disk tier of node "
-_OURS = {LABEL, LOCK, SLOTS, INDEX, VERSIONS}
-_TEMPORARY = ".new"
+_OURS = {LABEL, LOCK, VERSIONS}
+_TIER_ID = re.compile(f"[0-9a-f]{{{2 * TIER_ID_BYTES}}}")
+#: The two files of each size of slots, which their names say.
+_SIZED = re.compile(r"(?:slots|index)-([1-9][0-9]{0,18})\.bin")
 #: Node stores of one host that may share a path; each has a folder of its own.
 _MOST_STORES = 64
 #: How long a store waits for the one before it on the same node, which is just ending.
 _WAIT_S, _LOOK_AGAIN_S = 10.0, 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """The first file that a store reads in its folder. It says how to read the others.
-
-    Args:
-        tier_id: of this set of files, hexadecimal; every record repeats it.
-        slot_bytes: bytes of a slot in memory; on disk a page more.
-        num_slots: number of slots in the slot file.
-        block_order: version of the byte order of blocks.
-        format: version of these files.
-        magic: says that the folder is a tier's.
-    """
-
-    tier_id: str
-    slot_bytes: int
-    num_slots: int
-    block_order: int = BLOCK_ORDER_VERSION
-    format: int = FORMAT
-    magic: str = _MAGIC
+#: A label or a lock of more bytes is none of ours.
+_MOST_BYTES = 4096
 
 
 class Folder:
-    """One locked folder. While it is open, no other store uses it."""
+    """One locked folder. While it is open, no other store uses it.
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
-        self.path, self._lock_fd = path, lock_fd
+    Args:
+        path: of the folder.
+        tier_id: of its label.
+        lock_fd: of its lock.
+    """
 
-    def label(self) -> Label | None:
-        """Return the label, or None if there is none or it is of another version of the files.
-
-        Raises:
-            ConfigError: there is a file in its place that no store wrote.
-        """
-        file = self.path / LABEL
-        try:
-            values = json.loads(file.read_bytes())
-            if not isinstance(values, dict) or values.get("magic") != _MAGIC:
-                raise ValueError("it names no disk tier")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{file}: wanted the label of a disk tier, got a file that is none ({error}); give disk_path= another "
-                "folder, or remove the file if it is of a damaged tier"
-            ) from error
-        if values.get("format") != FORMAT:
-            return None
-        try:
-            label = Label(**values)
-            num_id_bytes = len(bytes.fromhex(label.tier_id))
-        except (TypeError, ValueError):
-            return None
-        is_whole = isinstance(label.slot_bytes, int) and isinstance(label.num_slots, int)
-        return label if is_whole and num_id_bytes == TIER_ID_BYTES else None
-
-    def begin(self, slot_bytes: int, num_slots: int) -> tuple[Label, str]:
-        """Return the label for slots of this size, and why the tier begins empty; "" if it keeps its blocks.
-
-        Raises:
-            ConfigError: as for `label`.
-            OSError: the label cannot be written.
-        """
-        old, why = self.label(), ""
-        if old is None:
-            has_any = any((self.path / name).exists() for name in (SLOTS, INDEX))
-            why = "its files are of another version" if has_any else "new here"
-        elif old.slot_bytes != slot_bytes:
-            why = f"its slots have {old.slot_bytes} bytes, this store's have {slot_bytes}"
-        elif old.block_order != BLOCK_ORDER_VERSION:
-            why = f"its blocks are in byte order {old.block_order}, this store's in {BLOCK_ORDER_VERSION}"
-        if why:
-            for name in (LABEL, INDEX, SLOTS):
-                with contextlib.suppress(FileNotFoundError):
-                    (self.path / name).unlink()
-            old = Label(tier_id=secrets.token_hex(TIER_ID_BYTES), slot_bytes=slot_bytes, num_slots=num_slots)
-        assert old is not None
-        label = replace(old, num_slots=num_slots)
-        write_whole(self.path / LABEL, json.dumps(asdict(label), indent=1).encode())
-        return label, why
+    def __init__(self, path: Path, tier_id: bytes, lock_fd: int) -> None:
+        self.path, self.tier_id, self._lock_fd = path, tier_id, lock_fd
 
     def close(self) -> None:
         """Let the folder go; call this once."""
         os.close(self._lock_fd)
+
+
+def read_label(folder: Path) -> bytes | None:
+    """Return the id of the tier in a folder, or None if it has no label yet.
+
+    Raises:
+        ConfigError: there is a file in its place that no store of this version wrote.
+    """
+    file = folder / LABEL
+    try:
+        values = json.loads(read_own(file, _MOST_BYTES))
+        if not isinstance(values, dict) or values.get("magic") != _MAGIC:
+            raise ValueError("it names no disk tier")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: wanted the label of a disk tier, got a file that is none ({error}); give disk_path= another "
+            "folder, or remove the file if it is of a damaged tier"
+        ) from error
+    tier_id = str(values.get("tier_id"))
+    if values != _label_of(tier_id) or not _TIER_ID.fullmatch(tier_id):
+        raise ConfigError(
+            f"{file}: wanted files of format {FORMAT} with blocks in byte order {BLOCK_ORDER_VERSION}, got format "
+            f"{clip(values.get('format'))} and byte order {clip(values.get('block_order'))} of another version of "
+            f"raykv; nothing was changed. Run that version, give another disk_path=, or remove {folder}"
+        )
+    return bytes.fromhex(tier_id)
+
+
+def _label_of(tier_id: str) -> dict[str, object]:
+    return {"magic": _MAGIC, "format": FORMAT, "block_order": BLOCK_ORDER_VERSION, "tier_id": tier_id}
+
+
+def _begin(folder: Path) -> bytes:
+    """Return the id of the tier in a folder; a new folder gets its label."""
+    if (tier_id := read_label(folder)) is None:
+        tier_id = secrets.token_bytes(TIER_ID_BYTES)
+        write_whole(folder / LABEL, json.dumps(_label_of(tier_id.hex()), indent=1).encode())
+    return tier_id
 
 
 def open_folder(root: str, store: str, node_id: str, num_bytes: int, wait_s: float = _WAIT_S) -> Folder:
@@ -166,7 +147,6 @@ def check_folder(root: str, store: str, node_id: str, num_bytes: int) -> None:
             if not _was_held_by(path, _holder(node_id)) and _is_locked(path / LOCK):
                 continue
             _check_room(path, num_bytes)
-            Folder(path, -1).label()
             return
         raise _too_many(base)
 
@@ -234,23 +214,23 @@ def _lock_first(base: Path, store: str, node_id: str, num_bytes: int, until_s: f
             continue
         try:
             _check_room(path, num_bytes)
-            Folder(path, lock_fd).label()
+            return Folder(path, _begin(path), lock_fd)
         except BaseException:
             os.close(lock_fd)
             raise
-        return Folder(path, lock_fd)
     raise _too_many(base)
 
 
 def _was_held_by(path: Path, holder: bytes) -> bool:
-    with contextlib.suppress(OSError):
-        return (path / LOCK).read_bytes() == holder
+    with contextlib.suppress(OSError, ConfigError):
+        _check_owner(path)
+        return read_own(path / LOCK, _MOST_BYTES) == holder
     return False
 
 
 def _is_locked(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_own(path, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -261,7 +241,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _lock(path: Path, holder: bytes, until_s: float) -> int | None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         while True:
             try:
@@ -283,12 +263,12 @@ def _lock(path: Path, holder: bytes, until_s: float) -> int | None:
 
 
 def _check_ours(path: Path) -> None:
-    names = {entry.name for entry in path.iterdir()}
-    strange = sorted(names - _OURS - {name + _TEMPORARY for name in _OURS})
+    label, names = read_label(path), {entry.name for entry in path.iterdir()}
+    strange = sorted(name for name in names if name.removesuffix(TEMPORARY) not in _OURS and not _SIZED.fullmatch(name))
     if not strange and LOCK in names:
         # Empty if its store ended in the middle of making it.
-        strange = [] if _LOCK_MAGIC.startswith((path / LOCK).read_bytes()[: len(_LOCK_MAGIC)]) else [LOCK]
-    elif not strange and names and Folder(path, -1).label() is None:
+        strange = [] if _LOCK_MAGIC.startswith(read_own(path / LOCK, _MOST_BYTES)[: len(_LOCK_MAGIC)]) else [LOCK]
+    elif not strange and names and label is None:
         strange = sorted(names)
     if strange:
         raise ConfigError(
@@ -298,7 +278,7 @@ def _check_ours(path: Path) -> None:
 
 
 def _check_room(path: Path, num_bytes: int) -> None:
-    own = sum((path / name).stat().st_blocks * 512 for name in (SLOTS, INDEX) if (path / name).exists())
+    own = sum(entry.lstat().st_blocks * 512 for entry in path.iterdir() if _SIZED.fullmatch(entry.name))
     info = os.statvfs(path)
     room = info.f_bavail * info.f_frsize + own
     if num_bytes > room:
@@ -308,23 +288,20 @@ def _check_room(path: Path, num_bytes: int) -> None:
         )
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a small file at once: after a crash it has the old or the new content, never a part.
+def sized_files(path: Path, slot_bytes: int) -> tuple[Path, Path]:
+    """Return the files of one size of slots: that of the slots, and their index."""
+    return path / f"slots-{slot_bytes}.bin", path / f"index-{slot_bytes}.bin"
+
+
+def sizes_in(path: Path) -> dict[int, tuple[int, int]]:
+    """Return for each size of slots that has files in a folder: (when it was written last, in ns; bytes of its files).
 
     Raises:
-        OSError: it cannot be written; the old file is still there.
+        OSError: the disk refused.
     """
-    new = path.with_name(path.name + _TEMPORARY)
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        if os.write(fd, data) != len(data):
-            raise OSError(f"{new}: not all of {len(data)} bytes were written")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(new, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    found = dict[int, tuple[int, int]]()
+    for entry in path.iterdir():
+        if name := _SIZED.fullmatch(entry.name):
+            info, (written_ns, num_bytes) = entry.lstat(), found.get(int(name[1]), (0, 0))
+            found[int(name[1])] = max(written_ns, info.st_mtime_ns), num_bytes + info.st_size
+    return found

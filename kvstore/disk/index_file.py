@@ -11,32 +11,35 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore.disk.records import RECORD_BYTES, Record, pack_record, unpack_index
-from kvstore.disk.slot_file import neighbours
+from kvstore.disk.own_files import open_own
+from kvstore.disk.records import RECORD_BYTES, Record, unpack_index
+from kvstore.disk.slot_file import neighbours, set_size
 
 
 class IndexFile:
     """The file of records. Any thread may call.
 
     Args:
-        path: of the file; made if it is not there.
+        path: of the file; `resize` makes it.
         tier_id: of the label.
-        num_slots: number of records.
 
     Raises:
-        OSError: the file cannot be opened, or the disk has no room for it.
+        ConfigError, OSError: the file is not this store's, or cannot be opened.
     """
 
-    def __init__(self, path: Path, tier_id: bytes, num_slots: int) -> None:
-        self._tier_id, self._num_bytes = tier_id, num_slots * RECORD_BYTES
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.fstat(self.fd).st_size > self._num_bytes:
-                os.ftruncate(self.fd, self._num_bytes)
-            os.posix_fallocate(self.fd, 0, self._num_bytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
+    def __init__(self, path: Path, tier_id: bytes) -> None:
+        self._path, self._tier_id = path, tier_id
+        self.fd = open_own(path, os.O_RDWR) if path.exists() else -1
+
+    def resize(self, num_slots: int) -> None:
+        """Have the file hold this many records.
+
+        Raises:
+            OSError: the disk refused, or has no room for it.
+        """
+        if self.fd < 0:
+            self.fd = open_own(self._path, os.O_RDWR | os.O_CREAT)
+        set_size(self.fd, num_slots * RECORD_BYTES)
 
     def read_all(self) -> list[Record]:
         """Return all valid records, in the order of their slots.
@@ -45,18 +48,10 @@ class IndexFile:
             OSError: the disk refused.
         """
         pieces, at = list[bytes](), 0
-        while at < self._num_bytes and (piece := os.pread(self.fd, min(self._num_bytes - at, 1 << 26), at)):
+        while self.fd >= 0 and (piece := os.pread(self.fd, 1 << 26, at)):
             pieces.append(piece)
             at += len(piece)
         return unpack_index(self._tier_id, b"".join(pieces))
-
-    def write(self, record: Record) -> None:
-        """Write one record to its place.
-
-        Raises:
-            OSError: the disk refused.
-        """
-        os.pwrite(self.fd, pack_record(self._tier_id, record), record.place * RECORD_BYTES)
 
     def write_all(self, records: Sequence[Record], packed: Sequence[bytes]) -> None:
         """Write several records, given with what `pack_record` made of them, to their places; neighbours with one call.
@@ -88,5 +83,6 @@ class IndexFile:
 
     def close(self) -> None:
         """Close the file; call this once, when no call runs any more."""
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self.fd)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvstore.blocks.grants import HeldBlock
 from kvstore.disk.index_file import IndexFile
 from kvstore.disk.records import Record, checksum_of, pack_record
+from kvstore.disk.room import Room
 from kvstore.disk.slot_file import RunPages, SlotFile
 from kvstore.pool.pool import Pool
 from kvstore.quotas import tag_of
@@ -53,6 +54,7 @@ class TierContext:
         memory: the arena; slot i begins at i times `slot_bytes`.
         disk_pool: the blocks on disk, under the same rules.
         places: where they are.
+        room: the files of both, and how much they may take.
         slots: the file of blocks.
         index: the file of records.
         num_bytes_of: returns the bytes of a block of a namespace; raises InvalidRequest if no client has it.
@@ -65,6 +67,7 @@ class TierContext:
     memory: memoryview
     disk_pool: Pool
     places: Places
+    room: Room
     slots: SlotFile
     index: IndexFile
     num_bytes_of: Callable[[bytes], int]
@@ -120,6 +123,7 @@ def write_blocks(
     Raises:
         OSError: the disk refused.
     """
+    context.room.hold(1 + max(record.place for record in records))
     packed = [pack_record(context.tier_id, record) for record in records]
     places, num_bytes = [record.place for record in records], context.slots.slot_bytes
     pages.write(context.slots, places, packed, lambda at: context.bytes_of(slots[at], num_bytes))

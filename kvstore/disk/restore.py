@@ -103,6 +103,6 @@ def restore_old(context: TierContext, tenants: Sequence[TenantQuota]) -> int:
     slots, found = context.slots, context.index.read_all()
     # Before the versions are read: a clearing between the two makes the claim fail.
     num_clears = {record.namespace: context.disk_pool.num_clears(record.namespace) for record in found}
-    num_whole = min(slots.num_slots, slots.old_bytes // slots.stride_bytes)
+    num_whole = min(slots.num_slots, context.disk_pool.num_slots)
     records = usable(found, num_whole, slots.slot_bytes, context.version_of)
     return restore(context.disk_pool, context.places, records, num_clears, tenants)

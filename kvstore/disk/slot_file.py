@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvstore.disk.own_files import open_own
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -24,37 +25,48 @@ MOST_BUFFERS = 512
 
 
 class SlotFile:
-    """The preallocated file of slots. Any thread may call; each call blocks until the disk has answered.
+    """The file of slots. Any thread may call; each call blocks until the disk has answered.
 
     Args:
-        path: of the file; made, or extended, to hold all slots.
+        path: of the file; `resize` makes it.
         slot_bytes: bytes of a slot in memory, a multiple of `PAGE_BYTES`.
-        num_slots: number of slots.
 
     Raises:
-        OSError: the file cannot be opened, or the disk has no room for it.
+        ConfigError, OSError: the file is not this store's, or cannot be opened.
     """
 
-    def __init__(self, path: Path, slot_bytes: int, num_slots: int) -> None:
+    def __init__(self, path: Path, slot_bytes: int) -> None:
         assert slot_bytes % PAGE_BYTES == 0, "the arena's slots are aligned to pages when there is a disk tier"
-        self.slot_bytes, self.num_slots, self.stride_bytes = slot_bytes, num_slots, PAGE_BYTES + slot_bytes
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.fd, self.is_direct = _open(path, flags)
+        self.slot_bytes, self.stride_bytes = slot_bytes, PAGE_BYTES + slot_bytes
+        self._path, self.fd, self.is_direct = path, -1, True
+        #: Slots that the file holds whole.
+        self.num_slots = 0
+        if path.exists():
+            self._open(os.O_RDWR)
+            self.num_slots = os.fstat(self.fd).st_size // self.stride_bytes
+
+    def resize(self, num_slots: int) -> None:
+        """Have the file hold this many slots.
+
+        Raises:
+            OSError: the disk refused, or has no room for it.
+        """
+        if self.fd < 0:
+            self._open(os.O_RDWR | os.O_CREAT)
+        set_size(self.fd, num_slots * self.stride_bytes)
+        self.num_slots = num_slots
+
+    def _open(self, flags: int) -> None:
+        self.fd, self.is_direct = _open(self._path, flags)
         try:
-            num_bytes = num_slots * self.stride_bytes
-            #: Bytes of it that were there before.
-            self.old_bytes = os.fstat(self.fd).st_size
-            if self.old_bytes > num_bytes:
-                os.ftruncate(self.fd, num_bytes)
-            os.posix_fallocate(self.fd, 0, num_bytes)
             if self.is_direct and not self._can_read_direct():
-                direct, self.fd, self.is_direct = self.fd, os.open(path, flags, 0o600), False
+                direct, self.fd, self.is_direct = self.fd, open_own(self._path, flags), False
                 os.close(direct)
         except BaseException:
-            os.close(self.fd)
+            self.close()
             raise
         if not self.is_direct:
-            logger.info("%s: the file system has no O_DIRECT; blocks go through the page cache", path)
+            logger.info("%s: the file system has no O_DIRECT; blocks go through the page cache", self._path)
 
     def _can_read_direct(self) -> bool:
         # Some file systems take the flag when a file is opened, and refuse the first read.
@@ -103,8 +115,9 @@ class SlotFile:
 
     def close(self) -> None:
         """Close the file; call this once, when no call runs any more."""
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self.fd)
 
 
 class RunPages:
@@ -170,10 +183,22 @@ def neighbours(places: Sequence[int], most: int) -> list[tuple[int, int]]:
     return found
 
 
+def set_size(fd: int, num_bytes: int) -> None:
+    """Cut a file, or have the disk give it more room.
+
+    Raises:
+        OSError: the disk refused, or has no room for it.
+    """
+    if num_bytes < os.fstat(fd).st_size:
+        os.ftruncate(fd, num_bytes)
+    else:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+
 def _open(path: Path, flags: int) -> tuple[int, bool]:
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600), True
+        return open_own(path, flags | os.O_DIRECT), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags, 0o600), False
+        return open_own(path, flags), False

@@ -16,13 +16,12 @@ from typing import Any
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.config import StoreConfig
-from kvstore.disk.folder import INDEX, SLOTS, VERSIONS, Folder, open_folder
-from kvstore.disk.index_file import IndexFile
+from kvstore.disk.folder import VERSIONS, Folder, open_folder, sizes_in
 from kvstore.disk.places import Places, TierContext
 from kvstore.disk.reader import READER, DiskRead, Reader
 from kvstore.disk.records import place_bytes
 from kvstore.disk.restore import restore_old
-from kvstore.disk.slot_file import SlotFile
+from kvstore.disk.room import Room
 from kvstore.disk.threads import DiskThreads
 from kvstore.disk.versions_file import VersionsKeeper, read_versions
 from kvstore.disk.writing.admission import WriteBudget
@@ -66,6 +65,7 @@ class DiskTier:
         try:
             #: What was cleared, as the last store on this folder knew it.
             self.old_versions = read_versions(self._folder.path / VERSIONS)
+            self._num_other_bytes = sum(num_bytes for _, num_bytes in sizes_in(self._folder.path).values())
         except (OSError, ConfigError) as error:
             self._folder.close()
             if isinstance(error, ConfigError):
@@ -76,8 +76,8 @@ class DiskTier:
         self._say_off = partial(log_life, "disk_off", level=logging.ERROR, limit=limit, path=path)
         self._say_on = partial(log_life, "disk_on", limit=limit, path=path)
         self._versions = VersionsKeeper(self._folder.path / VERSIONS, versions_now, self.old_versions)
-        #: Why the tier begins empty, or stays off for good.
-        self.note = self.why_off = ""
+        #: Why the tier stays off for good.
+        self.why_off = ""
         self.pool = Pool(0)
         self._is_admitted = self._is_stopped = False
         self._context: TierContext | None = None
@@ -88,6 +88,8 @@ class DiskTier:
         #: Blocks of earlier stores, and the rate of loads of this node.
         self.num_restored, self.rate = 0, MeasuredRate()
         self._beginning = threading.Lock()  # Files are opened, or read: they must not be closed meanwhile.
+        #: Set when `attach` was called for the present slots of memory, and has ended.
+        self.has_begun = threading.Event()
         # At once: a clearing before the first client has to last, too.
         self._versions.thread.start()
 
@@ -101,10 +103,10 @@ class DiskTier:
         version_of: Callable[[bytes], int],
         changed: Callable[[], object],
     ) -> None:
-        """Divide the disk into slots, and wait for it. If it refuses, the tier stays off, and `why_off` says why.
+        """Open the files of a size of slots, and wait for it. If the disk refuses, `why_off` says why the tier is off.
 
         Args:
-            memory_pool: of the arena.
+            memory_pool: of the arena; another one if that was divided again, while nothing was in it.
             memory: the arena.
             slot_bytes: of its slots, a multiple of `PAGE_BYTES`.
             presence: counts the first blocks of chains on this node.
@@ -113,38 +115,32 @@ class DiskTier:
             changed: called when blocks became findable on the disk, or no longer are.
         """
         with self._beginning:
-            if self._is_stopped:
+            if self._is_stopped or (self._context is not None and slot_bytes <= self._context.slots.slot_bytes):
                 return
-            num_slots = self._config.disk_capacity_bytes // place_bytes(slot_bytes)
+            self.pool, self._is_admitted, self.why_off = Pool(0), False, ""
+            if self._context is not None and self._threads is not None:
+                if self._threads.stop(_STOP_S):  # Nothing was in memory, so nothing is read or written.
+                    self._context.room.close()
+                self._context = None
+            folder = self._folder
             try:
-                if num_slots < 2:
-                    raise ConfigError(
-                        f"disk_capacity_bytes: wanted room for at least 2 blocks of {slot_bytes} bytes, got "
-                        f"{self._config.disk_capacity_bytes}; raise it"
-                    )
-                label, self.note = self._folder.begin(slot_bytes, num_slots)
-                slots = SlotFile(self._folder.path / SLOTS, slot_bytes, num_slots)
-                try:
-                    index = IndexFile(self._folder.path / INDEX, bytes.fromhex(label.tier_id), num_slots)
-                except BaseException:
-                    slots.close()
-                    raise
+                room = Room(folder.path, folder.tier_id, slot_bytes, self._config.disk_capacity_bytes)
             except (OSError, ConfigError) as error:
                 self.why_off = f"the disk tier cannot begin: {error}"
                 self._say_off(reason=self.why_off)
                 return
-            if slots.old_bytes < num_slots * slots.stride_bytes and not self.note:
-                self.note = f"{SLOTS} had {slots.old_bytes} bytes of {num_slots * slots.stride_bytes}: it was extended"
+            num_slots = room.num_slots
             tenants = disk_tenants(self._config.tenants, num_slots, place_bytes(slot_bytes))
             pool = Pool(num_slots, presence=presence, has_roots=self._config.num_directory_shards > 1, tenants=tenants)
             self._context = TierContext(
-                tier_id=bytes.fromhex(label.tier_id),
+                tier_id=folder.tier_id,
                 memory_pool=memory_pool,
                 memory=memory,
                 disk_pool=pool,
                 places=Places(num_slots),
-                slots=slots,
-                index=index,
+                room=room,
+                slots=room.slots,
+                index=room.index,
                 num_bytes_of=num_bytes_of,
                 version_of=version_of,
                 changed=changed,
@@ -170,6 +166,11 @@ class DiskTier:
             self.pool = pool
             self._threads.start()
 
+    def wait_begun(self, answer: dict[str, int]) -> dict[str, int]:
+        """Return this when the tier has begun, or after a while: the first blocks are stored there, too."""
+        self.has_begun.wait(min(self._config.disk_timeout_s, self._config.call_timeout_s / 2))
+        return answer
+
     def admit_old(self) -> int:
         """Make the blocks of an earlier store findable, and begin to write new ones. Return the number of the first.
 
@@ -187,7 +188,7 @@ class DiskTier:
                 self._say_off(reason=self.why_off)
                 return 0
             self._is_admitted = True
-        self._say_on(num_restored=self.num_restored, note=self.note or None)
+        self._say_on(num_restored=self.num_restored)
         if self.num_restored:
             context.changed()
         if self._threads is not None:
@@ -300,7 +301,7 @@ class DiskTier:
             "path": str(self._folder.path),
             "is_off": self.is_off,
             "reason": self.reason,
-            "note": self.note,
+            "num_other_bytes": self._num_other_bytes if context is None else context.room.num_other_bytes,
             "num_restored": self.num_restored,
             "read_gb_per_s": round(self.rate.bytes_per_s / 1e9, 3),
         }
@@ -345,6 +346,5 @@ class DiskTier:
             logger.warning("the disk does not answer; its folder stays locked until this process ends")
             return
         if self._context is not None:
-            self._context.slots.close()
-            self._context.index.close()
+            self._context.room.close()
         self._folder.close()

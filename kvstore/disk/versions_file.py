@@ -9,23 +9,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvstore.blocks.chain import HASH_BYTES
-from kvstore.disk.folder import write_whole
+from kvstore.disk.own_files import read_own, write_whole
 from kvstore.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+#: Some hundred bytes for each namespace that was ever cleared.
+_MOST_BYTES = 1 << 28
 
 
 def read_versions(path: Path) -> dict[bytes, int]:
     """Return the version of each namespace that was cleared; empty when there is no such file yet.
 
     Raises:
-        ConfigError: the file is damaged: nothing says any more which blocks were cleared, so none may be used.
+        ConfigError: the file is damaged, or not this user's: nothing says any more which blocks were cleared, so none
+            may be used.
         OSError: the disk refused.
     """
     try:
-        text = path.read_bytes()
+        text = read_own(path, _MOST_BYTES)
     except FileNotFoundError:
         return {}
     try:

@@ -111,7 +111,7 @@ class NodeCore:
         peers = PeerBook(node_id, epoch, resolve, config.call_timeout_s)
         service = PoolService(
             node_id, config, epoch, presence, versions, lambda: hints.publish_soon(),
-            lambda: self.control.server.wake(), self._divided, disk,
+            lambda: self.control.server.wake(), mover.set_slots, self._divided, disk,
         )  # fmt: skip
         hear, timeout_s, alone = service.hear_clearing, config.call_timeout_s, presence.set_alone
         find, num_shards = resolve_directory, config.num_directory_shards
@@ -147,14 +147,10 @@ class NodeCore:
         self._say("store_started", capacity_bytes=config.capacity_bytes)
 
     def _divided(self, pool: Pool, slot_bytes: int) -> None:
-        state = self.state
-        state.mover.set_slots(slot_bytes, pool.num_slots)
-        if (disk := state.disk) is not None:
-            has_begun = threading.Event()
-            begin = partial(self._begin_disk, disk, pool, slot_bytes, has_begun)
+        if (disk := self.state.disk) is not None:
+            disk.has_begun.clear()
+            begin = partial(self._begin_disk, disk, pool, slot_bytes)
             threading.Thread(target=begin, name="raykv-disk-begin", daemon=True).start()
-            # The first blocks are stored there, too. But a disk that hangs keeps nobody waiting for long.
-            has_begun.wait(min(state.config.disk_timeout_s, state.config.call_timeout_s / 2))
         with self.draining:
             self._announce(pool)
 
@@ -172,17 +168,17 @@ class NodeCore:
         if state.events is not None:
             state.events.follow(tiers)
 
-    def _begin_disk(self, disk: DiskTier, pool: Pool, slot_bytes: int, has_begun: threading.Event) -> None:
+    def _begin_disk(self, disk: DiskTier, pool: Pool, slot_bytes: int) -> None:
         state, service = self.state, self.state.pool_service
         presence, changed = state.presence.counts.beside(), state.hints.publish_soon
         memory, version_of = state.arena.memory, state.versions.get
         try:
             disk.attach(pool, memory, slot_bytes, presence, service.block_bytes_of, version_of, changed)
         finally:
-            has_begun.set()
+            disk.has_begun.set()
         # Of the two that say this, the later one knows both tiers.
         with self.draining:
-            self._announce(pool)
+            self._announce(service.current)
         # A namespace may have been cleared while this node was away: until the directory knows what others have heard,
         # and has said so, its blocks on disk are not found.
         while not self.state.hints.knows_clearings.wait(_LOOK_AGAIN_S):

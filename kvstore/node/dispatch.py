@@ -16,7 +16,7 @@ from typing import Any
 from kvstore.blocks.codec import decode_object, encode, encode_object
 from kvstore.bounds import MAX_CHAIN_BYTES, clip
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.errors import ConfigError, IncompatibleStore, ProtocolError
+from kvstore.errors import ConfigError, IncompatibleStore, ProtocolError, StoreUnavailable
 from kvstore.handoff.records import CLAIM_BIT
 from kvstore.node.fence import MoverFence
 from kvstore.node.handoff_service import HandoffControl
@@ -140,6 +140,7 @@ class NodeControl:
 
         Raises:
             IncompatibleStore: It speaks another protocol.
+            StoreUnavailable: It is a client that knows other slots.
             ConfigError: It is a mover whose process this kernel cannot name, or names a tenant that the store has not.
         """
         value = decode_object(message.payload)
@@ -172,6 +173,12 @@ class NodeControl:
     def _join(self, connection: Connection, hello: dict[str, Any]) -> None:
         """Note the owner of a connection, and end the connection that it replaces."""
         key, replaced, since = hello.get("owner"), hello.get("replaces"), hello.get("since")
+        if hello.get("slot_bytes", 0) not in (0, self._service.slot_bytes):
+            raise StoreUnavailable(
+                "the node store was restarted, or a client with larger blocks came before anything was saved: its "
+                "memory is another one; close this client and make a new one"
+            )
+        connection.slot_bytes = hello.get("slot_bytes", 0)
         if key is not None:
             if not (isinstance(key, str) and len(key) == OWNER_KEY_DIGITS):
                 raise ProtocolError(
@@ -183,12 +190,16 @@ class NodeControl:
             self.server.end_replaced(replaced, since, connection)
 
     def _attach(self, connection: Connection, message: Message) -> bytes | None:
-        wanted, service = decode_attach(message.payload), self._service
-        if self._state.disk is None or service.is_attached:
-            return encode(service.attach(wanted.namespace, wanted.block_bytes))
-        # The first one divides the disk, too, which may be slow, or hang.
-        attach = partial(service.attach, wanted.namespace, wanted.block_bytes)
-        answer_later(self._state.threads, Blocking.ATTACH, connection, message, attach)
+        wanted, service, disk = decode_attach(message.payload), self._service, self._state.disk
+        answer = service.attach(wanted.namespace, wanted.block_bytes, may_divide_again=True)
+        connection.slot_bytes = service.slot_bytes
+        # No question of a client that knows other slots is served from here on.
+        for other in [each for each in self.server.connections if each.slot_bytes not in (0, service.slot_bytes)]:
+            self.server.owners.close(other)
+        if disk is None or disk.has_begun.is_set():
+            return encode(answer)
+        wait = partial(disk.wait_begun, answer)
+        answer_later(self._state.threads, Blocking.ATTACH, connection, message, wait)
         return None
 
     def _greeting(self, connection: Connection) -> bytes:

@@ -18,9 +18,9 @@ from kvstore.bounds import MAX_BLOCK_BYTES, MAX_NAMESPACES, MIN_BLOCK_BYTES, che
 from kvstore.config import StoreConfig
 from kvstore.disk.records import PAGE_BYTES
 from kvstore.disk.tier import DiskTier
-from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StaleVersion, StoreDraining, StoreUnavailable
+from kvstore.errors import ConfigError, InvalidRequest, StaleVersion, StoreDraining, StoreUnavailable
 from kvstore.memory.presence import PresenceTable
-from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES, divided
+from kvstore.memory.slot_layout import SLOT_ALIGNMENT_BYTES, check_fits, check_known, divided
 from kvstore.node.traffic import Traffic
 from kvstore.pool.eviction.make import make_policy
 from kvstore.pool.handover.image import PoolImage
@@ -51,6 +51,7 @@ class PoolService:
         versions: of the namespaces that this node knows were cleared.
         changed: blocks became findable or are no longer findable, or a namespace was cleared.
         wake: a deadline was set, or slots are to be swept, so the control thread has to look.
+        dividing: the arena is about to be divided into slots of this many bytes, and so many.
         divided: the arena was divided into this pool, with slots of this many bytes.
         disk: the disk tier, or None.
     """
@@ -64,12 +65,14 @@ class PoolService:
         versions: NamespaceVersions,
         changed: Callable[[], None],
         wake: Callable[[], None],
+        dividing: Callable[[int, int], None],
         divided: Callable[[Pool, int], None],
         disk: DiskTier | None = None,
     ) -> None:
         self._node_id, self._config, self._epoch, self._limit = node_id, config, epoch, LogLimit(at_once=MOST_LINES)
         self._presence, self.versions, self._disk, self.traffic = presence, versions, disk, Traffic()
-        self._changed, self._wake, self._divided, self._attach_lock = changed, wake, divided, threading.Lock()
+        self._changed, self._wake, self._attach_lock = changed, wake, threading.Lock()
+        self._dividing, self._divided = dividing, divided
         self.current, self.slot_bytes = Pool(0, epoch=epoch, clears=presence.clears), 0
         self.reclaimer: Reclaimer | None = None  # None before the first namespace attaches, and without watermarks.
         self.block_bytes: dict[bytes, int] = {}  # Of each namespace that has attached.
@@ -91,8 +94,11 @@ class PoolService:
             raise InvalidRequest("no namespace has attached to this store yet; make a client first")
         return self.current
 
-    def attach(self, namespace: bytes, block_bytes: int) -> dict[str, int]:
+    def attach(self, namespace: bytes, block_bytes: int, *, may_divide_again: bool = False) -> dict[str, int]:
         """Make room for blocks of one size; the first call divides the arena into slots.
+
+        With `may_divide_again` larger blocks divide it again, if no slot was ever claimed. The caller then ends all
+        clients that know the old slots.
 
         Raises:
             ConfigError: the blocks do not fit the slots, or there are too many namespaces; nothing changed.
@@ -104,19 +110,11 @@ class PoolService:
         with self._attach_lock:
             if len(self.block_bytes) >= MAX_NAMESPACES and namespace not in self.block_bytes:
                 raise ConfigError(f"wanted at most {MAX_NAMESPACES} namespaces in a store, got one more; restart it")
-            if (known := self.block_bytes.get(namespace, block_bytes)) != block_bytes:
-                raise LayoutMismatch(
-                    f"blocks of this namespace have {known} bytes here, got a client with {block_bytes}; "
-                    "run one version of raykv everywhere"
-                )
-            if not self.is_attached:
+            check_known(block_bytes, self.block_bytes.get(namespace, block_bytes))
+            is_empty = self.current.num_free == self.current.num_slots
+            if block_bytes > self.slot_bytes and is_empty and (may_divide_again or not self.is_attached):
                 self._divide(max(block_bytes, self._config.block_bytes))
-            if block_bytes > self.slot_bytes:
-                raise ConfigError(
-                    f"all slots of this store hold {self.slot_bytes} bytes, got a namespace with blocks of "
-                    f"{block_bytes}; start another store (name=) for it, or this one again with "
-                    f"block_bytes={block_bytes}, which every block then takes"
-                )
+            check_fits(block_bytes, self.slot_bytes, self.block_bytes)
             self.block_bytes[namespace] = block_bytes
         return {"slot_bytes": self.slot_bytes, "num_slots": self.current.num_slots}
 
@@ -136,25 +134,27 @@ class PoolService:
         max_pinned = max(1, int(num_slots * config.max_pinned_fraction))
         policy = partial(make_policy, config.eviction, num_slots)
         pool = Pool(
-            num_slots,
-            max_pinned,
-            max_hard_pinned=min(max_pinned, int(num_slots * config.max_hard_pinned_fraction)),
-            epoch=self._epoch,
-            presence=self._presence.counts,
-            clears=self._presence.clears,
+            num_slots, max_pinned, max_hard_pinned=min(max_pinned, int(num_slots * config.max_hard_pinned_fraction)),
+            epoch=self._epoch, presence=self._presence.counts, clears=self._presence.clears,
             on_published=self.traffic.hearing(self.block_bytes, None if self._disk is None else self._disk.offer),
             on_used=None if self._disk is None or config.disk_min_uses == 1 else self._disk.used,
-            eviction=policy(),
-            has_roots=config.num_directory_shards > 1,
+            eviction=policy(), has_roots=config.num_directory_shards > 1,
             tenants=memory_tenants(config.tenants, num_slots, slot_bytes, policy),
-        )
+        )  # fmt: skip
         if image is not None:
             pool.adopt(image)
-        self.slot_bytes = slot_bytes
+
+        def change() -> None:
+            self._dividing(slot_bytes, num_slots)
+            self.slot_bytes, self.current = slot_bytes, pool
+
+        if not self.current.leave(change):
+            return
+        if self.reclaimer is not None:
+            self.reclaimer.stop()
         if any(config.watermarks):
             self.reclaimer = Reclaimer(pool, *config.watermarks, self._disk if config.disk_write == "back" else None)
         self._divided(pool, slot_bytes)
-        self.current.leave(lambda: setattr(self, "current", pool))
 
     def block_bytes_of(self, namespace: bytes) -> int:
         """Return the size of a namespace's blocks.

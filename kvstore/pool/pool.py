@@ -561,10 +561,18 @@ class Pool:
             calls = self.watches.take_calls()
         return _after(calls, num_cleared)
 
-    def leave(self, change: Callable[[], None]) -> None:
-        """Have another pool take this one's place, in a step of its own: no clearing is under way here meanwhile."""
+    def leave(self, change: Callable[[], None]) -> bool:
+        """Have another pool take this one's place if no slot was ever claimed here; return whether.
+
+        It is a step of its own: no clearing is under way here meanwhile, and nothing is claimed here from then on.
+        """
         with self._step("leave"):
+            self._check_lives()
+            if any(self.table.columns.generation):
+                return False
+            self.table.columns.free.clear()
             change()
+        return True
 
     def sweep(self) -> bool:
         """Give some cleared slots back; return whether there are more. A claim that lacks slots sweeps, too."""

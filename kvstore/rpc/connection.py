@@ -88,6 +88,8 @@ class Connection:
     name: str = ""
     #: Of a client, as its HELLO says, once the store knows that it has this tenant.
     tenant: str = ""
+    #: Of the slots that a client knows; 0 before it has attached.
+    slot_bytes: int = 0
 
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
         """Send a message from any thread, without waiting; False when the client is gone or does not read.

@@ -168,8 +168,8 @@ def _disk_lines(disk: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "" if pool else "disk", f"[red]off[/]: {escape(disk['reason'] or 'the directory was not reached yet')}"
     elif disk["reason"]:
         yield "", f"[yellow]was off {disk['num_trips']:,} times[/], last: {escape(disk['reason'])}"
-    if disk["note"]:
-        yield "", f"disk tier: {escape(disk['note'])}"
+    if num_bytes := disk["num_other_bytes"]:
+        yield "", f"{human_bytes(num_bytes)} in files of other slot sizes, kept until their room is needed"
 
 
 def disk_cell(row: dict[str, Any]) -> str:

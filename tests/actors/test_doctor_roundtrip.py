@@ -39,7 +39,7 @@ def test_a_path_that_cannot_be_used_fails_with_the_reason(tmp_path):
 def test_nothing_is_left_after_a_failure(tmp_path, monkeypatch, below):
     def fail(words, environment, timeout_s):
         (Path(words[1]) / "doctor-0").mkdir()
-        (Path(words[1]) / "doctor-0" / "slots.bin").write_bytes(b"x")
+        (Path(words[1]) / "doctor-0" / "slots-4096.bin").write_bytes(b"x")
         assert Path(words[1]).is_relative_to(tmp_path / below)
         raise TransferTimeout("no answer within 200 s")
 

@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from kvstore.disk.folder import INDEX, SLOTS
 from kvstore.disk.records import RECORD_BYTES
-from tests.soak.disk_faults import STRIDE_BYTES, DiskFaults, environment, written
+from tests.soak.disk_faults import INDEX, SLOTS, STRIDE_BYTES, DiskFaults, environment, written
 from tests.soak.plan import REFUSING, SPOILING, Fault
 
 NUM_PLACES = 60

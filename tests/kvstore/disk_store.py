@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from kvstore.disk.folder import INDEX, LABEL, SLOTS
+from kvstore.disk.folder import LABEL, sized_files
 from kvstore.disk.records import PAGE_BYTES, Record, unpack_index
 from kvstore.disk.slot_file import SlotFile
 
@@ -39,16 +39,20 @@ def checksum(folder: Path) -> dict[str, tuple[int, str]]:
     return found
 
 
-def records_of(folder: Path) -> dict[bytes, Record]:
-    """Return the records of a folder's index by block."""
+#: Bytes of a slot, unless a test says otherwise.
+SLOT_BYTES = 4096
+
+
+def records_of(folder: Path, slot_bytes: int = SLOT_BYTES) -> dict[bytes, Record]:
+    """Return the records of a folder's index of one size of slots by block."""
     label = json.loads((folder / LABEL).read_bytes())
-    found = unpack_index(bytes.fromhex(label["tier_id"]), (folder / INDEX).read_bytes())
+    found = unpack_index(bytes.fromhex(label["tier_id"]), sized_files(folder, slot_bytes)[1].read_bytes())
     return {record.block_hash: record for record in found}
 
 
 def slot_span(folder: Path, block_hash: bytes) -> tuple[int, int]:
     """Return where a block's slot begins and ends in the slot file: a page with its record, then its bytes."""
-    stride = PAGE_BYTES + json.loads((folder / LABEL).read_bytes())["slot_bytes"]
+    stride = PAGE_BYTES + SLOT_BYTES
     place = records_of(folder)[block_hash].place
     return place * stride, (place + 1) * stride
 
@@ -93,7 +97,11 @@ class Store:
 
     @property
     def slots(self) -> Path:
-        return self.folder / SLOTS
+        return sized_files(self.folder, SLOT_BYTES)[0]
+
+    @property
+    def index(self) -> Path:
+        return sized_files(self.folder, SLOT_BYTES)[1]
 
     def stats(self) -> dict:
         return self.disk.stats()

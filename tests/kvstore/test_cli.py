@@ -434,7 +434,7 @@ def test_status_shows_the_nodes(monkeypatch):
 
 
 DISK = {
-    "disk_write": "through", "path": "/disk/[a]-0", "is_off": False, "reason": "", "note": "new here",
+    "disk_write": "through", "path": "/disk/[a]-0", "is_off": False, "reason": "", "num_other_bytes": 3 << 30,
     "num_restored": 2, "is_direct": True,
     "num_queued": 5, "num_written": 1200, "num_written_bytes": 1 << 30, "dropped": {"queue_full": 3, "budget": 1},
     "num_read": 31, "num_bytes": 1 << 20, "num_damaged": 4, "num_failed": 0, "num_late": 0, "num_trips": 0,
@@ -447,7 +447,7 @@ def test_status_shows_the_disk_of_each_node(monkeypatch):
     result = run("status")
     assert result.exit_code == 0
     for words in ("1,200 of 5,000 blocks at /disk/[a]-0", "queued 5", "written 1,200", "read 31", "damaged 4",
-                  "restored 2", "not written budget 1, queue_full 3", "disk tier: new here"):  # fmt: skip
+                  "restored 2", "not written budget 1, queue_full 3", "3 GiB in files of other slot"):  # fmt: skip
         assert words in result.stdout
     assert " off" not in result.stdout
     assert "written back" not in result.stdout
@@ -473,7 +473,7 @@ def test_status_says_that_a_disk_is_off_or_was(monkeypatch, changes, text):
 
 
 def test_status_shows_a_disk_without_slots(monkeypatch):
-    bare = {name: DISK[name] for name in ("disk_write", "path", "note", "num_restored")} | {"is_off": True}
+    bare = {name: DISK[name] for name in ("disk_write", "path", "num_other_bytes", "num_restored")} | {"is_off": True}
     connected(monkeypatch, {"n1": {**NODE, "disk": {**bare, "reason": ""}}, "n2": NODE}, {})
     assert "/disk/[a]-0, not divided yet: no client has come" in run("status").stdout
     connected(monkeypatch, {"n1": {**NODE, "disk": {**bare, "reason": "it cannot begin"}}, "n2": NODE}, {})

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.disk.folder import INDEX, SLOTS
+from tests.soak.disk_faults import INDEX, SLOTS
 
 _ARENA = "memfd:raykv-arena"
 #: Kinds of descriptors that are raykv's own, or anybody's who forgot to close: not one more is allowed.

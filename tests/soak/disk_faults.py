@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvstore.disk.folder import INDEX, SLOTS
+from kvstore.disk.folder import sized_files
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from tests.soak.plan import SHAPE, Fault
 
@@ -21,6 +21,7 @@ HOOK = Path(__file__).with_name("disk_hook")
 _CONTROL = "RAYKV_SOAK_DISK_CONTROL"
 #: Of a slot in the file: its page with the record, and the block.
 STRIDE_BYTES = PAGE_BYTES + SHAPE.block_bytes
+SLOTS, INDEX = (path.name for path in sized_files(Path(), SHAPE.block_bytes))
 #: So many slots one fault changes, so that clients meet some of them.
 _NUM_SPOILT = 40
 _KINDS = {Fault.FILL_DISK: "fill", Fault.FAIL_DISK: "fail", Fault.HANG_DISK: "hang"}

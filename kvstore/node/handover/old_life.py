@@ -105,6 +105,8 @@ class OldLife:
         versions.hear_all(message.versions)
         state.presence.clears.continue_from(message.clears)
         service.adopt(message.slot_bytes, message.block_bytes, image)
+        if state.disk is not None:
+            state.disk.wait_begun({})
         for namespace in message.namespaces:
             if versions.get(namespace) != theirs.get(namespace):  # The disk knows a later clearing.
                 service.current.clear(namespace)

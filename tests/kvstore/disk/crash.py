@@ -2,9 +2,10 @@
 
     python -m tests.kvstore.disk.crash --kills 200
 
-Each life of the store is a child process. It reads whatever its folder has, compares all of it, then stores blocks
-until SIGKILL comes. The bytes of a block follow from its hash and from the last clearing of its namespace. Between two
-lives the files are sometimes torn: cut, overwritten, with old content or with that of another place.
+Each life of the store is a child process, with slots of one of two sizes, which share the capacity. It reads whatever
+its folder has of its size, compares all of it, then stores blocks until SIGKILL comes. The bytes of a block follow from
+its hash and from the last clearing of its namespace. Between two lives the files are sometimes torn: cut, overwritten,
+with old content or with that of another place.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.config import StoreConfig
+from kvstore.disk.folder import sized_files
 from kvstore.disk.records import PAGE_BYTES, RECORD_BYTES
 from kvstore.errors import PeerLost
 from kvstore.node.core import NodeCore
@@ -35,9 +37,9 @@ from kvstore.runtime import clock
 
 NODE, HOST = "crash", "127.0.0.1"
 SPACE = hashlib.sha256(b"namespace").digest()
-#: Of a block; its slot is the next multiple of a page.
+#: Of a block; its slot is the next multiple of a page, or larger.
 BLOCK_BYTES = 9000
-SLOT_BYTES = 12288
+SLOT_BYTES, LARGE_BYTES = 12288, 20480
 STRIDE = PAGE_BYTES + SLOT_BYTES
 NUM_CHAINS, TRUNK, LONGEST = 40, 4, 12
 NUM_PLACES = 200
@@ -65,15 +67,15 @@ def bytes_of(block_hash: bytes, version: int) -> bytes:
 class Life:
     """One life of the store, in this process."""
 
-    def __init__(self, root: str, seed: int, sync: bool, write: str) -> None:
+    def __init__(self, root: str, seed: int, sync: bool, write: str, slot_bytes: int) -> None:
         self.rng, self.directory = random.Random(seed), DirectoryServer(HOST, settle_s=0.0)
         config = StoreConfig(
-            capacity_bytes=64 * SLOT_BYTES, disk_path=root, disk_sync=sync,
+            capacity_bytes=64 * slot_bytes, block_bytes=slot_bytes, disk_path=root, disk_sync=sync,
             disk_capacity_bytes=NUM_PLACES * (STRIDE + RECORD_BYTES), disk_write=write,
         )  # fmt: skip
         self.core = NodeCore(NODE, config, HOST, _no_peer, self.directory.address)
         self.state = self.core.state
-        self.disk = self.state.disk
+        self.disk, self.slot_bytes = self.state.disk, slot_bytes
         self.state.pool_service.attach(SPACE, BLOCK_BYTES)
         until_s = clock.now_s() + _BEGIN_S
         while self.disk.is_off:
@@ -96,7 +98,7 @@ class Life:
                     assert read.wait(clock.now_s() + _BEGIN_S)
                 grant = self.core.pool.pin_prefix(rest, "compare", float("inf"))
                 for own, slot in zip(rest, grant.slots, strict=False):
-                    found = bytes(self.state.arena.memory[slot * SLOT_BYTES :][:BLOCK_BYTES])
+                    found = bytes(self.state.arena.memory[slot * self.slot_bytes :][:BLOCK_BYTES])
                     if found != bytes_of(own, version):
                         raise AssertionError(f"block {own.hex()[:8]} has other bytes, version {version}")
                 num_right += grant.num_blocks
@@ -107,7 +109,7 @@ class Life:
         stats = self.disk.stats()
         return {
             "num_right": num_right, "num_restored": stats["num_restored"], "num_damaged": stats["num_damaged"],
-            "version": version,
+            "version": version, "num_other_bytes": stats["num_other_bytes"],
         }  # fmt: skip
 
     def store(self) -> None:
@@ -121,7 +123,7 @@ class Life:
         if ticket.write_id:
             slots = np.frombuffer(ticket.packed_slots, np.int32)
             for index, slot in zip(np.frombuffer(ticket.packed_indexes, np.int32), slots, strict=True):
-                begin = int(slot) * SLOT_BYTES
+                begin = int(slot) * self.slot_bytes
                 self.state.arena.memory[begin : begin + BLOCK_BYTES] = bytes_of(chain[int(index)], version)
             pool.complete_store(ticket.write_id, "writer")
         if self.disk.stats()["num_queued"] > 40:
@@ -132,9 +134,9 @@ def _no_peer(node_id: str, within_s: float) -> object:
     raise PeerLost(f"wanted no other node, got {node_id}")
 
 
-def live(root: str, seed: int, sync: bool, write: str, told: int) -> None:
+def live(root: str, seed: int, sync: bool, write: str, slot_bytes: int, told: int) -> None:
     """One life, until it is killed. It tells what it found as a line of JSON."""
-    life = Life(root, seed, sync, write)
+    life = Life(root, seed, sync, write, slot_bytes)
     os.write(told, json.dumps(life.compare()).encode() + b"\n")
     while True:
         life.store()
@@ -142,10 +144,11 @@ def live(root: str, seed: int, sync: bool, write: str, told: int) -> None:
 
 def tear(folder: Path, old: Path, rng: random.Random) -> str:
     """Change the files at random, as a crash of the machine or a bad disk might."""
-    slots, index = folder / "slots.bin", folder / "index.bin"
+    slots, index = sized_files(folder, SLOT_BYTES)
     what = rng.choice(["cut", "torn", "zeros", "moved", "old", "index cut", "index torn", "old index"])
     file = index if "index" in what else slots
-    size = file.stat().st_size
+    if not (size := file.stat().st_size):
+        return "nothing"  # The other size has all room.
     at = rng.randrange(size)
     num = min(rng.randint(1, 3 * STRIDE if file is slots else 3 * RECORD_BYTES), size - at)
     if what.endswith("cut"):
@@ -180,7 +183,8 @@ def run(kills: int, seed: int, root: str, writes: tuple[str, ...] = WRITES) -> d
             try:
                 os.close(reader)
                 sync, write = rng.random() < 0.3, rng.choice(writes)
-                live(f"{root}/kv", rng.randrange(1 << 30), sync, write, writer)
+                slot_bytes = LARGE_BYTES if number % 5 == 2 else SLOT_BYTES
+                live(f"{root}/kv", rng.randrange(1 << 30), sync, write, slot_bytes, writer)
             except BaseException:  # noqa: BLE001 - told to the parent, which sees the pipe end.
                 import traceback
 
@@ -197,8 +201,8 @@ def run(kills: int, seed: int, root: str, writes: tuple[str, ...] = WRITES) -> d
             os.waitpid(pid, 0)
             os.close(reader)
         if number % 10 == 3:
-            for name in ("slots.bin", "index.bin"):
-                shutil.copyfile(folder / name, old / name)
+            for file in sized_files(folder, SLOT_BYTES):
+                shutil.copyfile(file, old / file.name)
         elif number > 3 and rng.random() < 0.35:
             what = tear(folder, old, rng)
             torn[what] = torn.get(what, 0) + 1
@@ -206,6 +210,7 @@ def run(kills: int, seed: int, root: str, writes: tuple[str, ...] = WRITES) -> d
         "kills": kills + 1, "seed": seed, "torn": torn,
         **{name: sum(each[name] for each in found) for name in ("num_right", "num_restored", "num_damaged")},
         "last_version": found[-1]["version"],
+        "lives_beside_other_sizes": sum(each["num_other_bytes"] > 0 for each in found),
         "lives_with_blocks": sum(each["num_right"] > 0 for each in found),
     }  # fmt: skip
 

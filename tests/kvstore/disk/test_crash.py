@@ -17,3 +17,4 @@ def test_a_store_that_is_killed_while_it_writes():
     found = json.loads(done.stdout)
     assert found["kills"] == KILLS + 1
     assert found["num_right"] > 0, found
+    assert found["lives_beside_other_sizes"] > 0, found

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 from disk_store import SOON_S, checksum
 
-from kvstore.disk.folder import FORMAT, INDEX, LABEL, LOCK, SLOTS, check_folder, open_folder
+from kvstore.disk.folder import FORMAT, LABEL, LOCK, VERSIONS, check_folder, open_folder, sized_files
+from kvstore.disk.own_files import open_own
 from kvstore.errors import ConfigError
 
-SLOT_BYTES, NUM_SLOTS = 8192, 10
+SLOTS, INDEX = (path.name for path in sized_files(Path(), 8192))
 
 
 @pytest.fixture
@@ -39,23 +41,17 @@ def opened(tmp_path):
 def test_a_new_folder_and_its_label(opened, tmp_path):
     folder = opened()
     assert folder.path == tmp_path / "kv-0"
-    assert folder.label() is None
-    label, why = folder.begin(SLOT_BYTES, NUM_SLOTS)
-    assert why == "new here"
-    assert (label.slot_bytes, label.num_slots, folder.label()) == (SLOT_BYTES, NUM_SLOTS, label)
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.path.iterdir()} == {LABEL: 0o600, LOCK: 0o600}
     opened.close(folder)
-    again = opened("b")
-    assert again.begin(SLOT_BYTES, NUM_SLOTS) == (label, ""), "whichever node wrote it"
+    assert opened("b").tier_id == folder.tier_id, "whichever node wrote it"
 
 
 def test_two_stores_have_their_own_folders(opened, tmp_path):
     """A6: two stores of one host never share files, and the second does not get what the first has."""
     first, second, third = opened("a"), opened("b"), opened("c")
     assert [folder.path.name for folder in (first, second, third)] == ["kv-0", "kv-1", "kv-2"]
-    labels = [folder.begin(SLOT_BYTES, NUM_SLOTS)[0] for folder in (first, second, third)]
-    assert len({label.tier_id for label in labels}) == 3
+    assert len({folder.tier_id for folder in (first, second, third)}) == 3
     opened.close(second)
     assert opened("d").path.name == "kv-1"
 
@@ -177,7 +173,6 @@ def test_files_of_others_are_not_touched(opened, tmp_path, files):
 
 def test_files_of_others_beside_a_tier(opened, tmp_path):
     folder = opened()
-    folder.begin(SLOT_BYTES, NUM_SLOTS)
     opened.close(folder)
     (folder.path / "notes.txt").write_text("mine")
     refused(opened, tmp_path, "other files")
@@ -186,7 +181,6 @@ def test_files_of_others_beside_a_tier(opened, tmp_path):
 def test_what_a_killed_store_left_is_its_own(opened, tmp_path):
     """Half-made files, an empty lock, no lock, no label."""
     folder = opened()
-    folder.begin(SLOT_BYTES, NUM_SLOTS)
     opened.close(folder)
     (folder.path / f"{LABEL}.new").write_bytes(b"{")
     (folder.path / LOCK).write_bytes(b"")
@@ -194,48 +188,31 @@ def test_what_a_killed_store_left_is_its_own(opened, tmp_path):
     (folder.path / LOCK).unlink()
     opened.close(opened())
     (folder.path / LABEL).unlink()
-    again = opened()
-    assert again.begin(SLOT_BYTES, NUM_SLOTS)[1] == "new here"
+    assert opened().tier_id != folder.tier_id
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    "change",
     [
-        ({"format": FORMAT + 1}, "version"),
-        ({"format": 0}, "version"),
-        ({"more": 1}, "version"),
-        ({"tier_id": "zz"}, "version"),
-        ({"tier_id": "aa " * 8 + "bb"}, "version"),
-        ({"num_slots": "many"}, "version"),
-        ({"block_order": 999}, "byte order 999"),
-        ({"slot_bytes": 4096}, "4096 bytes"),
+        {"format": FORMAT + 1},
+        {"format": 1, "slot_bytes": 8192, "num_slots": 10},
+        {"more": 1},
+        {"tier_id": "zz"},
+        {"tier_id": "aa " * 8 + "bb"},
+        {"block_order": 999},
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_files_of_another_version_begin_empty_with_a_reason(opened, change, why):
+def test_files_of_another_version_are_refused_in_words_and_stay(opened, tmp_path, change):
     folder = opened()
-    label, _ = folder.begin(SLOT_BYTES, NUM_SLOTS)
     (folder.path / SLOTS).write_bytes(b"s")
     (folder.path / INDEX).write_bytes(b"i")
-    (folder.path / "versions.json").write_bytes(b"{}")
+    (folder.path / "of-another-version").write_bytes(b"n")
+    (folder.path / VERSIONS).write_bytes(b"{}")
     values = json.loads((folder.path / LABEL).read_bytes())
     (folder.path / LABEL).write_text(json.dumps(values | change))
     opened.close(folder)
-    again = opened()
-    new, reason = again.begin(SLOT_BYTES, NUM_SLOTS)
-    assert why in reason
-    assert new.tier_id != label.tier_id
-    assert not (folder.path / SLOTS).exists()
-    assert not (folder.path / INDEX).exists()
-    assert (folder.path / "versions.json").exists(), "what was cleared stays cleared"
-
-
-def test_another_capacity_keeps_the_tier(opened):
-    folder = opened()
-    label, _ = folder.begin(SLOT_BYTES, NUM_SLOTS)
-    for num_slots in (NUM_SLOTS * 2, 2):
-        again, why = folder.begin(SLOT_BYTES, num_slots)
-        assert (again.tier_id, again.num_slots, why) == (label.tier_id, num_slots, "")
+    refused(opened, tmp_path, r"another version of raykv; nothing was changed\. Run that version")
 
 
 def test_no_room_on_the_file_system(opened, tmp_path):
@@ -253,6 +230,58 @@ def test_a_refused_folder_is_not_locked(opened, tmp_path):
         with pytest.raises(ConfigError):
             opened()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", [LOCK, LABEL, VERSIONS, SLOTS, INDEX])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "others can write it"])
+def test_what_is_no_file_of_this_user_is_refused_and_never_waited_for(opened, tmp_path, name, kind):
+    folder = opened()
+    opened.close(folder)
+    path = folder.path / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero has no end.
+        except PermissionError:
+            pytest.skip("this user can make no device")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        path.chmod(0o666)
+    with pytest.raises((ConfigError, OSError)):
+        os.close(open_own(path, os.O_RDWR))
+    if name in (LOCK, LABEL):
+        with pytest.raises(ConfigError, match=f"{name}|disk_path"):
+            opened()
+        with pytest.raises(ConfigError, match=f"{name}|disk_path"):
+            check(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_a_folder_of_another_user_is_not_looked_into(opened, tmp_path, monkeypatch, kind):
+    """One that may write beside this store's folder cannot hold up its start, nor make it read without end."""
+    other = tmp_path / "kv-63"
+    other.mkdir(mode=0o755)
+    (os.mkfifo if kind == "pipe" else lambda path: path.symlink_to("/dev/zero"))(other / LOCK)
+    opened()
+    check(tmp_path)
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="wanted a folder of user"):
+        opened()
+
+
+def test_a_lock_or_a_label_without_end_is_not_read_whole(opened, tmp_path):
+    folder = opened()
+    opened.close(folder)
+    for name in (LOCK, LABEL):
+        with open(folder.path / name, "r+b") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(ConfigError, match="wanted at most"):
+            check(tmp_path)
+        (folder.path / name).unlink()
 
 
 def check(root, node_id="a", num_bytes=1 << 16):

@@ -27,11 +27,11 @@ def stored(start, cluster):
 def test_what_is_on_the_disk_is_read(stored):
     """A4: a load never writes to the tier that it reads."""
     store, hashes = stored
-    before = store.slots.read_bytes(), (store.folder / "index.bin").read_bytes()
+    before = store.slots.read_bytes(), store.index.read_bytes()
     result = store.load(hashes)
     assert (result.num_blocks, result.num_disk, why(result)) == (12, 12, "")
     store.settle()
-    assert (store.slots.read_bytes(), (store.folder / "index.bin").read_bytes()) == before
+    assert (store.slots.read_bytes(), store.index.read_bytes()) == before
     assert store.load(hashes).num_local == 12
 
 

@@ -19,9 +19,15 @@ def path(tmp_path):
 
 @pytest.fixture
 def file(path):
-    made = SlotFile(path, SLOT_BYTES, NUM_SLOTS)
+    made = sized(path)
     yield made
     made.close()
+
+
+def sized(path, num_slots=NUM_SLOTS):
+    made = SlotFile(path, SLOT_BYTES)
+    made.resize(num_slots)
+    return made
 
 
 def pages(count: int, fill: int = 0):
@@ -85,12 +91,14 @@ def test_a_write_of_a_part_is_an_error(file, monkeypatch):
 
 
 def test_more_and_fewer_slots(path):
-    SlotFile(path, SLOT_BYTES, NUM_SLOTS).close()
-    for num_slots in (9, 3, 5):
-        old = path.stat().st_size
-        file = SlotFile(path, SLOT_BYTES, num_slots)
-        assert (file.old_bytes, path.stat().st_size) == (old, num_slots * (PAGE_BYTES + SLOT_BYTES))
-        file.close()
+    SlotFile(path, SLOT_BYTES).close()
+    assert not path.exists(), "only `resize` makes it"
+    for num_slots in (6, 9, 3, 5):
+        sized(path, num_slots).close()
+        assert path.stat().st_size == num_slots * (PAGE_BYTES + SLOT_BYTES)
+        again = SlotFile(path, SLOT_BYTES)
+        assert again.num_slots == num_slots
+        again.close()
 
 
 def test_a_file_system_without_direct_io(path, monkeypatch):
@@ -104,10 +112,10 @@ def test_a_file_system_without_direct_io(path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("os.open", refuse)
-        first = SlotFile(path, SLOT_BYTES, NUM_SLOTS)
+        first = sized(path)
     with monkeypatch.context() as patch:
         patch.setattr("os.preadv", lambda *args: (_ for _ in ()).throw(OSError(errno.EINVAL, "no")))
-        second = SlotFile(path, SLOT_BYTES, NUM_SLOTS)
+        second = sized(path)
     for file in (first, second):
         assert not file.is_direct
         file.write(1, pages(1, 9))
@@ -120,6 +128,7 @@ def test_a_file_system_without_direct_io(path, monkeypatch):
 def test_nothing_stays_open_when_the_disk_refuses(path, monkeypatch, num_fds):
     """And nothing is closed twice: its number may belong to another file by then."""
     real, closed, before = os.close, [], num_fds()
+    sized(path).close()
 
     def refuse(*args):
         raise OSError(errno.EIO, "broken")
@@ -130,15 +139,10 @@ def test_nothing_stays_open_when_the_disk_refuses(path, monkeypatch, num_fds):
 
     with monkeypatch.context() as patch:
         patch.setattr("os.close", close)
-        patch.setattr("os.posix_fallocate", refuse)
-        with pytest.raises(OSError, match="broken"):
-            SlotFile(path, SLOT_BYTES, NUM_SLOTS)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.close", close)
         patch.setattr("os.preadv", lambda *args: (_ for _ in ()).throw(OSError(errno.EINVAL, "no")))
         opens = [os.open, refuse]
         patch.setattr("os.open", lambda *args: opens.pop(0)(*args))
         with pytest.raises(OSError, match="broken"):
-            SlotFile(path, SLOT_BYTES, NUM_SLOTS)
+            SlotFile(path, SLOT_BYTES)
     assert num_fds() == before
-    assert len(closed) == 2
+    assert len(closed) == 1

@@ -55,7 +55,7 @@ def test_faults_of_all_kinds_at_once(start, cluster, reads, writes, seed):
             store.core.state.pool_service.clear(cluster.hashes(1).namespace)
         elif chance < 0.7:
             store.core.pool.discard([rng.randrange(store.core.pool.num_slots) for _ in range(20)])
-        else:
+        elif store.slots.exists():
             with store.slots.open("r+b") as file:
                 file.seek(rng.randrange(1 << 17))
                 file.write(rng.randbytes(64))

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvstore.disk.folder import INDEX, LABEL, SLOTS
+from kvstore.disk.folder import LABEL, sized_files
 from kvstore.disk.records import PAGE_BYTES, unpack_index
 
 NUM_BLOCKS = 12
@@ -28,9 +28,9 @@ def test_blocks_behind_the_cut_are_misses_once_and_are_stored_again(
     cluster.add("a", **settings)
     reader, disk = cluster.worker("a", seed=1), cluster.nodes["a"].state.disk
     wait_until(lambda: disk.num_restored == NUM_BLOCKS)
-    slots = tmp_path / "kv" / "default-0" / SLOTS
+    slots, index = sized_files(tmp_path / "kv" / "default-0", 4096)
     label = json.loads((slots.parent / LABEL).read_text())
-    records = unpack_index(bytes.fromhex(label["tier_id"]), (slots.parent / INDEX).read_bytes())
+    records = unpack_index(bytes.fromhex(label["tier_id"]), index.read_bytes())
     # Several threads write, so the places of a chain are in any order.
     whole = {record.block_hash for record in records if record.place < num_whole}
     kept = next(at for at in range(NUM_BLOCKS) if hashes.hash_at(at) not in whole)

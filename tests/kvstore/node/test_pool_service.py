@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -12,9 +13,20 @@ import pytest
 from inner_parts import parts_of
 
 from kvstore.blocks.codec import decode_count, encode
+from kvstore.blocks.hashing import Namespace
 from kvstore.bounds import MAX_BLOCK_BYTES
+from kvstore.client.client import Client
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.errors import ChainBroken, ConfigError, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
+from kvstore.errors import (
+    ChainBroken,
+    ConfigError,
+    InvalidRequest,
+    KVStoreError,
+    PoolExhausted,
+    ProtocolError,
+    StaleTicket,
+    StoreUnavailable,
+)
 from kvstore.pool.eviction.learned import LearnedReuse
 from kvstore.pool.eviction.lru import LeastRecentlyUsed
 from kvstore.remote.messages import PeerLease, decode_peer_lease
@@ -22,6 +34,8 @@ from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import FetchRequest
 from kvstore.rpc.messages import Ask, AskLoad, AskPin, Prepare, Renew, WriteEnd, decode_grant, decode_ticket
+from kvstore.runtime import clock
+from tests.kvstore.conftest import SHAPE
 
 
 @pytest.fixture
@@ -442,3 +456,74 @@ def test_the_setting_decides_what_goes_when_a_node_is_full(cluster, eviction, po
     core = cluster.add("e", mover=False, capacity_bytes=1 << 16, eviction=eviction)
     core.state.pool_service.attach(b"n" * 32, 4096)
     assert isinstance(core.pool.table.eviction.policy, policy)
+
+
+def space_of(num_layers):
+    return Namespace(model=f"{num_layers} layers", shape=replace(SHAPE, num_layers=num_layers))
+
+
+def test_a_client_that_saved_nothing_does_not_fix_the_size_of_the_slots(cluster):
+    core, spaces = cluster.add("a"), [space_of(num_layers) for num_layers in (1, 8, 4)]
+    small, large = spaces[0].shape.block_bytes, spaces[1].shape.block_bytes
+    with Client(core.control_path, spaces[0]) as client:
+        assert client.slot_bytes == small
+    clients = [Client(core.control_path, space) for space in spaces[1:]]
+    assert [client.slot_bytes for client in clients] == [large, large]
+    assert core.state.pool_service.slot_bytes == large
+    for client in clients:
+        client.close()
+
+
+def test_a_client_that_knows_the_old_slots_is_refused_in_words_and_holds_nothing(cluster, wait_until):
+    """Its blocks would be at other places. A new client of its namespace saves and loads."""
+    core = cluster.add("a")
+    old, hashes = cluster.worker("a"), cluster.hashes(4)
+    new = Client(core.control_path, space_of(8))
+    with pytest.raises(KVStoreError):
+        old.save(hashes, range(4))
+    with pytest.raises(StoreUnavailable, match="larger blocks came before anything was saved"):
+        old.save(hashes, range(4))
+    assert core.pool.stats().num_free == core.pool.num_slots
+    began_s = clock.now_s()
+    old.client.close(5.0)
+    assert clock.now_s() - began_s < 4.0
+    again = cluster.worker("a")
+    assert again.save(hashes, range(4)).num_written == 4
+    assert again.load(hashes, range(4, 8)).num_blocks == 4
+    assert [again.block(at) for at in range(4)] == [again.block(at) for at in range(4, 8)]
+    core.pool.check_integrity()
+    new.close()
+
+
+def test_what_is_saved_fixes_the_slots_and_the_refusal_says_what_helps(cluster, core, worker):
+    worker.save(cluster.hashes(2), range(2))
+    size = cluster.space.shape.block_bytes
+    large = space_of(8)
+    with pytest.raises(ConfigError) as refused:
+        Client(core.control_path, large)
+    words = str(refused.value)
+    assert f"namespace {cluster.space.digest.hex()[:12]}, {size} bytes" in words
+    assert f"block_bytes={large.shape.block_bytes}" in words
+    assert "another store (name=)" in words
+    assert worker.load(cluster.hashes(2), range(2, 4)).num_blocks == 2
+
+
+def test_clients_of_all_sizes_that_come_at_once_get_the_slots_of_the_largest(cluster, tmp_path):
+    core = cluster.add("a", disk_path=str(tmp_path / "kv"), disk_capacity_bytes=1 << 20)
+    made, failed = [], []
+
+    def attach(num_layers):
+        try:
+            made.append(Client(core.control_path, space_of(num_layers)))
+        except KVStoreError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=attach, args=(1 + number % 8,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert failed == []
+    assert core.state.pool_service.slot_bytes == 4096 * -(-space_of(8).shape.block_bytes // 4096)
+    for client in made:
+        client.close()
