@@ -28,6 +28,7 @@ from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import InvalidRequest, UnsupportedModel
 from kvstore.integrations.transformers.cache.columns import layers_of, shape_of
+from kvstore.integrations.transformers.supported import check_mode
 from kvstore.integrations.transformers.tensors import is_plain, tensor_digest
 
 _HARMLESS_IN_CONFIG = {
@@ -56,6 +57,7 @@ _HARMLESS_IN_MODULES = {
 _HARMLESS_METHODS = ("__init__", "__setstate__")
 """They ran when the model was made, and torch.compile puts others there to number new modules."""
 
+_PLAIN = (int, float, str, bool, type(None))
 _BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, range)
 
 _NUM_SAMPLED = 16
@@ -95,7 +97,7 @@ def identity_of(model: Any, model_id: str | None) -> tuple[str, str]:
         UnsupportedModel: no digest can be taken of a weight, a setting or a class; pass model_id.
     """
     is_named = model_id is not None
-    counted = [settings_of(model, is_named=is_named), _digests_of_code(model, is_named=is_named)]
+    counted = [sorted(settings_of(model, is_named=is_named)), _digests_of_code(model, is_named=is_named)]
     weights = f"id:{model_id}" if is_named else weights_digest(model)
     return f"transformers:{weights}", sha256(json.dumps(counted).encode()).hexdigest()
 
@@ -137,11 +139,12 @@ def settings_of(model: Any, *, is_named: bool) -> list[tuple[str, str]]:
         for value in vars(module).values()
         if isinstance(value, PreTrainedConfig)
     }
-    parts = {id(each): name for name, each in chain(model.named_parameters(), model.named_buffers(), modules)}
-    parts |= {each: f"config {at}" for at, each in enumerate(configs)}
+    parts = {id(each): name for name, each in modules} | {each: f"config {at}" for at, each in enumerate(configs)}
     encoder = json.JSONEncoder(sort_keys=True, default=partial(_as_json, parts, is_named))
 
     def text(name: str, value: object) -> tuple[str, str]:
+        if type(value) in _PLAIN:
+            return name, repr(value)
         try:
             return name, encoder.encode(value)
         except Exception as error:  # Values of a config or a module may be anything, with a repr of their own.
@@ -161,9 +164,7 @@ def settings_of(model: Any, *, is_named: bool) -> list[tuple[str, str]]:
         found.append((name, name_of(type(module))))
         found += [text(f"a hook of {name}", hook) for hook in _hooks_of(module)]
         found += [
-            text(f"{name}.{key}", value)
-            for key, value in sorted(vars(module).items())
-            if key not in _HARMLESS_IN_MODULES
+            text(f"{name}.{key}", value) for key, value in vars(module).items() if key not in _HARMLESS_IN_MODULES
         ]
     return found
 
@@ -267,12 +268,14 @@ class Snapshot:
         self._state = self._state_of(model)
 
     def check(self, model: Any) -> None:
-        """Refuse a model that was changed since.
+        """Refuse a model that was changed since, or whose KV would be random or of another dtype now.
 
         Raises:
-            InvalidRequest: a weight, a buffer, a module, a setting or a config is another one, or was written to.
+            InvalidRequest: a weight, a buffer, a module, a setting or a config is another one, or was written to; the
+                model is in training mode, or autocast is on.
             UnsupportedModel: as for `settings_of`.
         """
+        check_mode(model)
         if changed := sorted({name for name, _ in self._state_of(model) ^ self._state}):
             raise InvalidRequest(
                 f"wanted the model that this namespace was made of, got another: {changed[0]} and {len(changed) - 1} "

@@ -136,7 +136,7 @@ class PrefixCachedModel:
             StoreUnavailable: this object was closed.
         """
         self._check_open()
-        self._check_model()
+        self._snapshot.check(self.model)
         prompts, options = read_prompts(self.model, inputs, options, can_pad=self._can_pad)
         rows = [self.space.block_hashes(prompts.tokens(row)) for row in range(len(prompts.num_padding))]
         cache = new_cache(self.model)
@@ -245,7 +245,7 @@ class PrefixCachedModel:
         ]
         why, planes = "decoding filled the cache with something else", Planes()
         try:
-            self._check_model()  # Since the call began; what was computed may be of both models.
+            self._snapshot.check(self.model)  # Since the call began; it may have been of both models.
             if any(len(sure) > begin for sure, begin in zip(known, first, strict=True)):
                 planes = planes_of(cache)
         except (InvalidRequest, UnsupportedModel, LayoutMismatch) as error:
@@ -284,11 +284,6 @@ class PrefixCachedModel:
     def _check_open(self) -> None:
         if self.link.closed:
             raise StoreUnavailable("wanted an open PrefixCachedModel, got a closed one; make a new one")
-
-    def _check_model(self) -> None:
-        """Refuse a model that changed since it was wrapped; see `generate`."""
-        check_mode(self.model)
-        self._snapshot.check(self.model)
 
     def empty_planes(self, num_rows: int, width: int) -> Planes:
         """Return a K and a V tensor [num_rows, H, width, D] of each layer, on the model's device, not written."""

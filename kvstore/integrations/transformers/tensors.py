@@ -11,9 +11,6 @@ from kvstore.errors import UnsupportedModel
 
 _PIECE_BYTES = 64 << 20
 
-_HOLD_MORE = ("is_quantized", "is_nested", "is_mkldnn", "is_sparse", "is_sparse_csr")
-"""Attributes of tensors that have scales, offsets, indexes or their own order besides the elements."""
-
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's bytes in memory are all of its content.
@@ -23,10 +20,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and not tensor.is_meta
-        and not any(getattr(tensor, name) for name in _HOLD_MORE)
         and tensor.layout is torch.strided
-        and not (tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
     )
 
 

@@ -60,7 +60,7 @@ ENTRY: tuple[Mutant, ...] = (
         "a model that changed meanwhile is saved",
         "ours: weights are looked at when a call begins, and the blocks are saved at its end",
         "kvstore.integrations.transformers.prefix_cached",
-        "            self._check_model()  # Since the call began; what was computed may be of both models.\n",
+        "            self._snapshot.check(self.model)  # Since the call began; it may have been of both models.\n",
         "",
         f"{SEEN}::test_a_model_that_changes_during_a_call_saves_nothing[edited]",
     ),

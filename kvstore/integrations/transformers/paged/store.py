@@ -19,7 +19,6 @@ from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, NamespaceM
 from kvstore.integrations.transformers.identity import Snapshot
 from kvstore.integrations.transformers.paged.clients import GroupClients, spaces_of
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
-from kvstore.integrations.transformers.supported import check_mode
 from kvstore.paged.request import PagedRequest
 
 logger = logging.getLogger(__name__)
@@ -293,7 +292,6 @@ class PagedStore:
     def _is_same(self) -> bool:
         """Whether the model is what the namespaces were made of; otherwise nothing may be shared."""
         try:
-            check_mode(self._cache.model)
             self._snapshot.check(self._cache.model)
         except (InvalidRequest, UnsupportedModel) as error:
             logger.warning("nothing is loaded, saved or handed off: %s", error)
