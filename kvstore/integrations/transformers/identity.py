@@ -5,6 +5,7 @@ The source of a class is hashed as bytes and never understood. What cannot be to
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -233,7 +234,9 @@ def _digests_of_code(model: Any, *, is_named: bool) -> list[str]:
             "of that name could not be told from it; pass model_id= with a name that only this model has, code and "
             "weights"
         )
-    held: list[Any] = [each for module in model.modules() for each in (*vars(module).values(), *_hooks_of(module))]
+    held: list[Any] = []
+    for part in model.modules():
+        held += [*_hooks_of(part), *(each for name, each in vars(part).items() if name not in _HARMLESS_IN_MODULES)]
     for module in {kind.__module__ for kind in kinds} & set(sys.modules):
         held += list(vars(sys.modules[module]).values())
     files = {_file_of(each) for each in chain(kinds, methods, held)} - {""}
@@ -299,16 +302,12 @@ def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
     The storage may be freed meanwhile. Quantised and distributed tensors may have none. torch counts no writes to those
     of inference mode, and none through `.data`, so a few elements are in it.
     """
-    try:
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    except (NotImplementedError, RuntimeError):
-        storage = None
-    sample = b""
+    place, sample = tuple[object, ...](), tuple[object, ...]()
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        place = tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     if is_plain(tensor):
         flat = tensor.detach().reshape(-1)
         # Not a whole number of rows apart, so that not all are of one column.
         some = flat[:: max(1, (len(flat) - 1) // _NUM_SAMPLED)][:_NUM_SAMPLED]
-        sample = some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    version = 0 if tensor.is_inference() else tensor._version
-    # Kinds first: a storage can only be compared with another one.
-    return type(tensor), tensor.layout, tensor.dtype, tensor.shape, version, sample, tensor.data_ptr(), storage
+        sample = tensor.shape, some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return type(tensor), tensor.dtype, 0 if tensor.is_inference() else tensor._version, sample, place

@@ -33,8 +33,8 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> str:
     """
     if not is_plain(tensor):
         raise UnsupportedModel(
-            f"wanted weights that lie in memory as plain tensors, got {name}, a {type(tensor).__name__} of "
-            f"{tensor.layout} on {tensor.device}, of which no digest can be taken; pass model_id= with a name that "
+            f"wanted weights that lie in memory as plain tensors, got {name} (a {type(tensor).__name__} of "
+            f"{tensor.layout} on {tensor.device}), of which no digest can be taken; pass model_id= with a name that "
             "only these weights have"
         )
     digest = sha256(json.dumps([str(tensor.dtype), list(tensor.shape)]).encode())

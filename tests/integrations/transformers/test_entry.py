@@ -224,7 +224,7 @@ def in_half(model):
 
 def adapted(model):
     adapter = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
-    model.model.layers[1].self_attn.q_proj = adapter(64, 64)
+    model.model.layers[1].self_attn.q_proj = adapter(64, 64).eval()
 
 
 MODELS = [edited, slower_rope, windowed, in_half, adapted]

@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from kvstore.errors import InvalidRequest, UnsupportedModel
-from kvstore.integrations.transformers.cache.columns import CACHE_NAME
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 PAD = 7
@@ -28,9 +27,10 @@ class CountsByTokens(transformers.LlamaForCausalLM):
     def prepare_inputs_for_generation(self, *args, **kwargs):
         return super().prepare_inputs_for_generation(*args, **kwargs) | {"position_ids": None}
 
-    def forward(self, input_ids, position_ids=None, **kwargs):
-        counted = input_ids.ne(PAD).long().cumsum(1) - 1 + kwargs[CACHE_NAME].get_seq_length()
-        return super().forward(input_ids, position_ids=counted, **kwargs)
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        cache = past_key_values if cache is None else cache  # Its name varies.
+        counted = input_ids.ne(PAD).long().cumsum(1) - 1 + cache.get_seq_length()
+        return super().forward(input_ids, attention_mask, counted, cache, **kwargs)
 
 
 class ThreePositions(transformers.LlamaForCausalLM):
@@ -40,9 +40,10 @@ class ThreePositions(transformers.LlamaForCausalLM):
         found = super().prepare_inputs_for_generation(*args, **kwargs)
         return found | {"position_ids": found["position_ids"][None].expand(3, -1, -1)}
 
-    def forward(self, input_ids, position_ids=None, **kwargs):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kwargs):
+        cache = past_key_values if cache is None else cache
         positions = None if position_ids is None else position_ids[0]
-        return super().forward(input_ids, position_ids=positions, **kwargs)
+        return super().forward(input_ids, attention_mask, positions, cache, **kwargs)
 
 
 class LooksAhead(transformers.LlamaForCausalLM):

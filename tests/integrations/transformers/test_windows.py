@@ -215,7 +215,6 @@ def test_the_returned_cache_is_that_of_transformers(build_windowed, tokens, wrap
 @pytest.mark.parametrize(("saves_answer", "num_kept"), [(False, 1), (True, 7)])
 def test_columns_before_the_windows_are_kept_until_they_are_saved(build_windowed, tokens, wrap, saves_answer, num_kept):
     model, are_kept = build_windowed(), []
-    cached = wrap(model, save_generated=saves_answer)
 
     def look(_, __, given):
         if given[CACHE_NAME].get_seq_length():
@@ -225,6 +224,8 @@ def test_columns_before_the_windows_are_kept_until_they_are_saved(build_windowed
                 are_kept.append(False)
 
     model.register_forward_pre_hook(look, with_kwargs=True)
+    cached = wrap(model, save_generated=saves_answer, model_id="hooked")
+    are_kept.clear()
     output = cached.generate(tokens(100), **PLAIN)
     assert are_kept == [True] * num_kept + [False] * (7 - num_kept), "the prompt is saved behind the second token"
     with pytest.raises(LayoutMismatch):

@@ -100,8 +100,8 @@ ENTRY: tuple[Mutant, ...] = (
         "an address is a weight's name",
         "ours: freed weights, and others read in at their address",
         "kvstore.integrations.transformers.identity",
-        "sample, tensor.data_ptr(), storage\n",
-        "sample, tensor.data_ptr()\n",
+        "place = tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())",
+        "place = (tensor.data_ptr(),)",
         "tests/integrations/transformers/test_identity.py::test_other_weights_at_the_address_of_freed_ones_are_noticed",
     ),
     bug(
