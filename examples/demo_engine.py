@@ -131,8 +131,6 @@ class Engine:
             self.store = PagedStore(
                 store,
                 self.cache,
-                model=f"demo-{options.model}",
-                revision=self.revision,
                 block_size=options.block_size,
                 salt=options.salt,
             )

@@ -10,21 +10,14 @@ from transformers import StoppingCriteria
 
 
 class AfterFirstToken(StoppingCriteria):
-    """Calls a function once, when the second token was chosen, so that the first one did not wait; stops nothing."""
+    """Calls a function when the second token was chosen, so that the first one did not wait; stops nothing."""
 
     def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-        self._num_tokens = 0
-
-    def call(self) -> None:
-        """Make the call, unless it was made before."""
-        call, self._call = self._call, None
-        if call is not None:
-            call()
+        self._call, self._num_tokens = call, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Count a token; no row stops for it."""
         self._num_tokens += 1
         if self._num_tokens == 2:
-            self.call()
+            self._call()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

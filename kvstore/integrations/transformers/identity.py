@@ -1,215 +1,106 @@
-"""The identity of a model's KV: the shape of a block, and a namespace that no other weights have."""
+"""The identity of a model's KV: all of the model counts, but what is written here as harmless.
+
+The source of a class is hashed as bytes and never understood. What cannot be told from others of its kind is refused.
+"""
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import inspect
 import json
 import os
-import re
+import sys
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from itertools import chain
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as every_module
+from transformers import PreTrainedConfig
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
-from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
-from kvstore.integrations.transformers.cache.columns import kinds_without_blocks, new_cache
-from kvstore.integrations.transformers.kinds import name_of
-from kvstore.integrations.transformers.modules import configs_in, configs_of, modules_digest, sources_of
-from kvstore.integrations.transformers.tensors import tensor_digest
+from kvstore.errors import InvalidRequest, UnsupportedModel
+from kvstore.integrations.transformers.cache.columns import layers_of, shape_of
+from kvstore.integrations.transformers.supported import check_mode
+from kvstore.integrations.transformers.tensors import is_plain, tensor_digest
 
-SUPPORTED = (
-    "supported are decoder-only models in eval mode whose DynamicCache has a plain DynamicLayer or a "
-    "DynamicSlidingWindowLayer per layer: full attention or a sliding window of two or more tokens in every layer, K "
-    "and V of one shape, all on one device"
-)
+_HARMLESS_IN_CONFIG = {
+    # Where the config came from; the version that runs counts, not the one that wrote it.
+    "_name_or_path", "_commit_hash", "_post_init_done", "architectures", "transformers_version", "model_type",
+    # Names of a head's outputs, and of its kind.
+    "id2label", "label2id", "problem_type",
+    # What a call returns. `generate` decides by itself whether it uses a cache, and needs one here.
+    "return_dict", "use_cache", "output_hidden_states",
+    # `generate` sets another one for each decoded token, and sets it back.
+    "_experts_implementation_internal",
+}  # fmt: skip
 
-_ROPE_OF_LENGTH = ("dynamic", "longrope")
-"""Kinds of RoPE whose angles for the first tokens change when the sequence gets long."""
+_HARMLESS_IN_MODULES = {
+    # Where the model came from, how it is loaded, shared out to devices, trained and compiled.
+    "name_or_path", "hf_device_map", "_is_hf_initialized", "gradient_checkpointing", "loss_type", "_loss_function",
+    "_weight_conversions", "_use_kernels",
+    "_compiled_call", "_compiled_call_impl",
+    # Settings of calls, and what a call feeds to the model: both are looked at in each call.
+    "generation_config", "prepare_inputs_for_generation",
+    # Notes of the last call, of its longest prompt and of how to take its hidden states.
+    "_previous_max_cache_length", "max_seq_len_cached", "_output_capturing_hooks_installed",
+    # They count on their own; training mode is refused.
+} | set(vars(torch.nn.Module()))  # fmt: skip
 
-_NOT_OF_KV = ("_name_or_path", "transformers_version", "architectures", "id2label", "label2id")
-"""Keys of a config that say where a model came from or what its head is called, and change no KV."""
+_HARMLESS_METHODS = ("__init__", "__setstate__")
+"""They ran when the model was made, and torch.compile puts others there to number new modules."""
 
-_ATTENTION = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+)")
-"""Names of transformers' own ways to compute the same attention; any other name is a function of the user."""
+_PLAIN = (int, float, str, bool, type(None))
+_BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, range)
 
-_QUANTISES_ALL_TOKENS = ("torch.ao.nn.quantized.dynamic", "torch.nn.quantized.dynamic")
-"""Modules with one scale for the activations of all tokens that they are given at once."""
-
-_OLDEST = (5, 23)
-"""Earlier versions of `generate` do not go on from a filled cache in every mode: 5.0 computes chunks from 0 again."""
-
-
-def check_version(version: str) -> None:
-    """Refuse versions of transformers that are not known to continue from a filled cache in every mode.
-
-    Raises:
-        ConfigError: it is older than 5.23.
-    """
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ConfigError(
-            f"wanted transformers {'.'.join(map(str, _OLDEST))} or newer, got {version}, whose generate may compute a "
-            "loaded prefix again and answer wrongly; pip install '.[transformers]' in a checkout of raykv"
-        )
-
-
-def check_supported(model: Any) -> None:
-    """Refuse models whose KV of a prefix depends on more than the tokens of that prefix.
-
-    Raises:
-        UnsupportedModel: it is such a model; the message says what is supported.
-    """
-    config = model.config
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"wanted a decoder-only model, got the encoder-decoder {type(model).__name__}; {SUPPORTED}"
-        )
-    _check_causal(config)
-    _check_chunks(config.get_text_config(decoder=True))
-    if found := sorted(kind for kind in _rope_kinds(config) if any(name in kind for name in _ROPE_OF_LENGTH)):
-        raise UnsupportedModel(
-            f"wanted a RoPE whose angles depend on the position alone, got rope_type {found[0]!r}: KV of a prefix "
-            "then depends on how long the whole sequence is, so it cannot be shared; 'default', 'linear', 'yarn' and "
-            "'llama3' can"
-        )
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(_QUANTISES_ALL_TOKENS):
-            raise UnsupportedModel(
-                f"wanted activations that depend on the tokens before them alone, got {name} of dynamic quantisation, "
-                "whose scale is that of all tokens of a batch; quantise the weights alone"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModel(
-                f"wanted modules of Python, got {name} of TorchScript, of which the code cannot be told from other "
-                "code; wrap the model as it was before"
-            )
-    check_unadapted(model)
-
-
-def _check_causal(config: Any) -> None:
-    """Refuse models whose config says that a token's KV depends on later tokens."""
-    for each in (config, config.get_text_config(decoder=True)):
-        if not getattr(each, "is_causal", True):
-            raise UnsupportedModel(
-                "wanted attention to earlier tokens alone, got a config with is_causal=False: KV of a prefix then "
-                "depends on the tokens behind it, so it cannot be shared; leave is_causal out, or call model.generate"
-            )
-        # By config, since the probe would see it only in prompts longer than the window; the default is 2048.
-        if (size := getattr(each, "keep_window_size", None)) is not None:
-            raise UnsupportedModel(
-                f"wanted full attention in every layer, got {type(each).__name__} with keep_window_size={size}: in "
-                f"prompts of more than {size} tokens the model chooses which tokens to attend to among all of them, "
-                "later ones too, so KV of a prefix cannot be shared; call model.generate"
-            )
-
-
-def _check_chunks(config: Any) -> None:
-    """Refuse attention in chunks: transformers gives it the same cache layers as sliding windows."""
-    kinds = getattr(config, "layer_types", None)
-    layers = getattr(config, "per_layer_config", (config,))
-    sizes = sorted({getattr(layer, "attention_chunk_size", None) or 0 for layer in layers} - {0})
-    if "chunked_attention" in kinds if kinds else sizes:
-        raise UnsupportedModel(
-            f"wanted full attention or a sliding window in every layer, got {type(config).__name__} with attention in "
-            f"chunks (attention_chunk_size={', '.join(map(str, sizes))}), which is not supported yet; {SUPPORTED}"
-        )
-
-
-def check_unadapted(model: Any) -> None:
-    """Refuse models with PEFT adapters: the active ones can change from call to call, unseen.
-
-    Raises:
-        UnsupportedModel: a module of PEFT is in the model.
-    """
-    found = next((module for module in model.modules() if type(module).__module__.split(".")[0] == "peft"), None)
-    if found is not None:
-        raise UnsupportedModel(
-            f"wanted plain weights, got a PEFT adapter ({type(found).__name__}) in {type(model).__name__}; merge it "
-            "(model.merge_and_unload()) and wrap the merged model, whose weights get a namespace of their own"
-        )
+_NUM_SAMPLED = 16
+"""Elements of each tensor that are compared, as torch does not count writes through `.data`."""
 
 
 def kv_shape(model: Any, block_size: int) -> tuple[KVShape, torch.device]:
-    """Return the shape of a model's blocks, found by running the model on one token.
-
-    Configs name heads and dims in a dozen ways; the tensors that come out cannot be wrong.
-
-    Returns:
-        The stored block, and the device of the KV.
+    """Return the shape of a model's blocks, and the device of their KV.
 
     Raises:
-        UnsupportedModel: the cache is of a kind that has no blocks, or its layers differ.
+        UnsupportedModel: as for `layers_of` and `shape_of`.
     """
-    cache = new_cache(model)
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    try:
-        with torch.no_grad():
-            model(input_ids=token, past_key_values=cache, use_cache=True)
-    except (TypeError, ValueError) as error:
-        raise UnsupportedModel(
-            f"wanted a model that takes input_ids and past_key_values, but {type(model).__name__} said: {error}; "
-            f"{SUPPORTED}"
-        ) from error
-    layers = cache.layers
-    kinds = kinds_without_blocks(cache)
-    if kinds or not layers:
-        raise UnsupportedModel(
-            f"wanted full attention or a sliding window in every layer, got {', '.join(kinds) or 'no layers'} in the "
-            f"cache of {type(model).__name__} (linear attention, indexes, layers that share KV, and windows of one "
-            f"token have no blocks to store yet); {SUPPORTED}"
-        )
-    planes = {_describe(plane) for layer in layers for plane in (layer.keys, layer.values)}
-    if len(planes) != 1:
-        raise UnsupportedModel(
-            f"wanted K and V of one shape, dtype and device in all layers, got {len(planes)} kinds: "
-            f"{'; '.join(sorted(map(str, planes)))}; {SUPPORTED}"
-        )
-    keys = layers[0].keys
-    if keys is None or keys.dim() != 4 or tuple(keys.shape[::2]) != (1, 1):
-        raise UnsupportedModel(
-            f"wanted K as [batch, heads, tokens, head_dim], got {_describe(keys)} after one token; {SUPPORTED}"
-        )
-    shape = KVShape(
-        num_layers=len(layers),
-        num_kv_heads=keys.shape[1],
-        head_dim=keys.shape[3],
-        dtype=str(keys.dtype).removeprefix("torch."),
-        block_size=block_size,
-    )
-    return shape, keys.device
+    layers = layers_of(model)
+    return shape_of(layers, block_size), layers[0].keys.device
 
 
 def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) -> Namespace:
-    """Return the namespace of a model: its class, config with RoPE scaling, modules, weights and block shape.
+    """Return the namespace of a model's blocks; arguments as for `identity_of` and `Namespace`."""
+    weights, revision = identity_of(model, model_id)
+    return Namespace(model=weights, revision=revision, shape=shape, salt=salt)
 
-    By default all bytes of all weights count (`weights_digest`). A name and a revision are not enough: weights are
-    fine-tuned, merged or quantised under one name. A sample of them could miss an edit of a few rows, and then one
-    model would answer with the KV of another. Machines may share too little: a buffer computed at start-up, such as
-    RoPE's frequencies, may differ in its last bit.
+
+def identity_of(model: Any, model_id: str | None) -> tuple[str, str]:
+    """Return two texts that two models have in common only if equal tokens give them equal KV.
+
+    The first one is a digest of all bytes of all weights. A name and a revision are not enough: weights are fine-tuned,
+    merged or quantised under one name. A sample of them could miss an edit of a few rows. The second one is a digest of
+    all else: classes, settings, config, versions of the libraries, and the files of the code. Machines may share too
+    little: a buffer computed at start-up, such as RoPE's frequencies, may differ in its last bit.
 
     Args:
         model: the model.
-        shape: of its blocks.
-        model_id: the user's name of exactly these weights, in every process that shares. It replaces the digests of
-            weights and sources, and the caller is responsible for both. All else counts as before.
-        salt: keeps tenants apart.
+        model_id: the user's name of exactly these weights, in every process that shares. It replaces the digest of
+            weights, and answers for objects and code that no digest shows. All else counts as before.
 
     Raises:
-        UnsupportedModel: no digest can be taken of the weights, or of the source of a class; pass model_id.
+        UnsupportedModel: no digest can be taken of a weight, a setting or a class; pass model_id.
     """
-    fields: dict[str, Any] = {
-        "class": name_of(type(model)),
-        "config": config_of(model),
-        "modules": modules_digest(model),
-    }
-    if model_id is None:
-        fields["sources"] = sources_of(model)
-    config = sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    weights = weights_digest(model) if model_id is None else f"id:{model_id}"
-    return Namespace(model=f"transformers:{weights}", revision=config, shape=shape, salt=salt)
+    is_named = model_id is not None
+    counted = [sorted(settings_of(model, is_named=is_named)), _digests_of_code(model, is_named=is_named)]
+    weights = f"id:{model_id}" if is_named else weights_digest(model)
+    return f"transformers:{weights}", sha256(json.dumps(counted).encode()).hexdigest()
 
 
 def weights_digest(model: Any) -> str:
@@ -226,100 +117,197 @@ def weights_digest(model: Any) -> str:
         chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)),
         key=lambda pair: pair[0],
     )
-    _check_no_more(model)
     first = {id(tensor): (name, tensor) for name, tensor in reversed(named)}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="raykv-digest") as threads:
         digests = dict(zip(first, threads.map(lambda pair: tensor_digest(*pair), first.values()), strict=True))
     return sha256(json.dumps([(name, digests[id(tensor)]) for name, tensor in named]).encode()).hexdigest()
 
 
-def _check_no_more(model: Any) -> None:
-    """Refuse models with state besides their parameters and buffers, such as packed weights of quantised layers."""
-    kinds = (torch.Tensor, torch.ScriptObject)
-    tensors = {id(each) for each in chain(model.parameters(), model.buffers())}
-    found = [
-        f"{name}.{attribute}" if name else attribute
-        for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        for each in (value if isinstance(value, tuple) else (value,))
-        if isinstance(each, kinds) and id(each) not in tensors
-    ]
-    names = {name for kind in (model.named_parameters, model.named_buffers) for name, _ in kind(remove_duplicate=False)}
-    if found := found or sorted(set(model.state_dict()) - names):
-        raise UnsupportedModel(
-            f"wanted weights that are parameters and buffers, got {len(found)} others ({found[0]} is one), of which no "
-            "digest can be taken; pass model_id= with a name that only these weights have"
-        )
+def settings_of(model: Any, *, is_named: bool) -> list[tuple[str, str]]:
+    """Return all that a model is besides its weights and its code, as pairs of a name and a text.
 
+    Args:
+        model: whose modules, hooks and configs they are.
+        is_named: whether a name answers for what has no text of its own; otherwise it is refused.
 
-def config_of(model: Any) -> dict[str, Any]:
-    """Return the settings that can change KV, of a model's config and of other configs in its modules."""
-    found, seen = _fields_of(model.config), {id(each) for each in configs_in(model.config)}
-    others = []
-    for config in configs_of(model):
-        if id(config) not in seen:
-            seen.add(id(config))
-            others.append(_fields_of(config))
-    return found | ({"of modules": others} if others else {})
+    Raises:
+        UnsupportedModel: there is such a thing, or a config that JSON cannot hold.
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    configs = {
+        id(value): value
+        for _, module in modules
+        for value in vars(module).values()
+        if isinstance(value, PreTrainedConfig)
+    }
+    parts = {id(each): name for name, each in modules} | {each: f"config {at}" for at, each in enumerate(configs)}
+    encoder = json.JSONEncoder(sort_keys=True, default=partial(_as_json, parts, is_named))
 
-
-def _fields_of(config: Any) -> dict[str, Any]:
-    try:
-        fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    except Exception as error:  # Values of a config may be anything, with their own repr or to_dict.
-        raise UnsupportedModel(
-            f"wanted a config whose settings JSON can hold, got {_unlike_json(config)}, and to_json_string of "
-            f"{type(config).__name__} said {type(error).__name__}; take it out of the config, which is in every id"
-        ) from error
-    configs = (config, config.get_text_config(decoder=True))
-    attention = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
-    others = sorted(name for name in attention if not _ATTENTION.fullmatch(name))
-    return {key: value for key, value in fields.items() if key not in _NOT_OF_KV} | (
-        {"attention": others} if others else {}
-    )
-
-
-def _unlike_json(config: Any) -> str:
-    """Return the name and class of the first setting without which JSON can hold the others."""
-    for name, value in vars(config).items():
-        others = copy.copy(config)
+    def text(name: str, value: object) -> tuple[str, str]:
+        if type(value) in _PLAIN:
+            return name, repr(value)
         try:
-            delattr(others, name)
-            others.to_json_string(use_diff=False)
-        except Exception:  # noqa: BLE001 - JSON cannot hold another setting, or the config needs this one.
-            continue
-        return f"{name} of {type(value).__name__}"
-    return "several that it cannot"
+            return name, encoder.encode(value)
+        except Exception as error:  # Values of a config or a module may be anything, with a repr of their own.
+            raise UnsupportedModel(
+                f"wanted settings that can be told from others, got {name}: {error}. Those are numbers, texts, None, "
+                "dtypes, and functions and classes of a file, alone or in lists, dicts and sets; take this one "
+                "out, or pass model_id= with a name that only this model has, its code and objects included"
+            ) from error
 
-
-def _rope_kinds(config: Any) -> list[str]:
-    """Return all rope types that a config names: for all layers, or one for each kind of layer."""
-    found = []
-    for name in ("rope_parameters", "rope_scaling"):
-        fields = getattr(config.get_text_config(decoder=True), name, None)
-        for each in (fields, *fields.values()) if isinstance(fields, dict) else ():
-            if isinstance(each, dict):
-                found += [str(each[key]) for key in ("rope_type", "type") if key in each]
+    found = [
+        text("libraries", [transformers.__version__, torch.__version__]),
+        text("products in float32", [model.device.type, torch.get_float32_matmul_precision()]),
+        *(text(f"config {at}", _fields_of(each)) for at, each in enumerate(configs.values())),
+        *(text("hook of all modules", hook) for hook in _hooks_of(every_module, "_global")),
+    ]
+    for name, module in modules:
+        found.append((name, name_of(type(module))))
+        found += [text(f"a hook of {name}", hook) for hook in _hooks_of(module)]
+        found += [
+            text(f"{name}.{key}", value) for key, value in vars(module).items() if key not in _HARMLESS_IN_MODULES
+        ]
     return found
 
 
-def _describe(plane: torch.Tensor | None) -> tuple[object, ...]:
-    return () if plane is None else (tuple(plane.shape), str(plane.dtype), str(plane.device))
+def _hooks_of(owner: Any, prefix: str = "") -> Iterator[Any]:
+    """Yield the hooks that may change what modules compute; those of libraries and of this package only look."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        for hook in getattr(owner, prefix + name).values():
+            if str(getattr(hook, "__module__", "")).split(".")[0] not in ("transformers", "kvstore"):
+                yield hook
 
 
-def check_mode(model: Any) -> None:
-    """Refuse a model whose KV would be random, or of another dtype than its own.
+def _fields_of(config: PreTrainedConfig) -> list[Any]:
+    return [name_of(type(config)), {key: each for key, each in vars(config).items() if key not in _HARMLESS_IN_CONFIG}]
+
+
+def _as_json(parts: Mapping[int, str], is_named: bool, value: Any) -> Any:
+    """Return what stands for a value that JSON does not have; `parts` names those that count on their own."""
+    kind = name_of(type(value))
+    if id(value) in parts:
+        return ["part", parts[id(value)]]
+    if isinstance(value, PreTrainedConfig):
+        return _fields_of(value)
+    if isinstance(value, set | frozenset):
+        return [kind, sorted(value, key=repr)]
+    if isinstance(value, _BY_TEXT):
+        return [kind, str(value)]
+    if type(value) is partial:
+        return [kind, value.func, value.args, value.keywords]
+    if _has_no_state(value):
+        return [kind, value.__module__, value.__qualname__]
+    if is_named:
+        return ["unclear", kind]
+    raise TypeError(f"an object of {kind}")
+
+
+def _has_no_state(value: Any) -> bool:
+    """Whether a value is a class or a function that its name and its file tell from others."""
+    if isinstance(value, BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, ModuleType)
+    return isinstance(value, type | FunctionType) and "<" not in value.__qualname__ and bool(_file_of(value))
+
+
+def name_of(kind: type) -> str:
+    """Return the name of a class, with its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _digests_of_code(model: Any, *, is_named: bool) -> list[str]:
+    """Return digests of the files of the modules' classes, of their methods, and of what these files import by name.
 
     Raises:
-        InvalidRequest: it is in training mode, or autocast is on.
+        UnsupportedModel: a class or a method has no file, and no name answers for it.
     """
-    training = [name or type(model).__name__ for name, part in model.named_modules() if part.training]
-    if training:
-        raise InvalidRequest(
-            f"wanted a model in eval mode, got {len(training)} parts of it in training mode ({training[0]} is one), "
-            "whose KV is random; call model.eval()"
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if kind is not object}
+    methods = [
+        each
+        for kind in kinds
+        for name, value in vars(kind).items()
+        if name not in _HARMLESS_METHODS
+        for each in _functions_of(value)
+    ]
+    if not is_named and (found := [each for each in chain(kinds, methods) if not _file_of(each)]):
+        raise UnsupportedModel(
+            f"wanted classes of files, got {found[0].__module__}.{found[0].__qualname__} without one, so that another "
+            "of that name could not be told from it; pass model_id= with a name that only this model has, code and "
+            "weights"
         )
-    if torch.is_autocast_enabled(model.device.type):
-        raise InvalidRequest(
-            "wanted KV in the model's own dtype, got autocast on; load the model in that dtype, or leave the context"
-        )
+    held: list[Any] = []
+    for part in model.modules():
+        held += [*_hooks_of(part), *(each for name, each in vars(part).items() if name not in _HARMLESS_IN_MODULES)]
+    for module in {kind.__module__ for kind in kinds} & set(sys.modules):
+        held += list(vars(sys.modules[module]).values())
+    files = {_file_of(each) for each in chain(kinds, methods, held)} - {""}
+    return sorted({sha256(Path(file).read_bytes()).hexdigest() for file in files})
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """Return the functions in an attribute of a class: a method, also a static one, or a property."""
+    held = (value, getattr(value, "__func__", None), getattr(value, "fget", None))
+    return [each for each in held if isinstance(each, FunctionType)]
+
+
+def _file_of(value: Any) -> str:
+    """Return the file of source that a module, a class or a function comes from; empty if there is none."""
+    try:
+        path = inspect.getfile(value)
+    except (OSError, TypeError):
+        return ""
+    return path if path.endswith(".py") and os.path.isfile(path) else ""
+
+
+class Snapshot:
+    """The state of a model when its identity was taken: a digest of all weights before each call would take too long.
+
+    Args:
+        model: whose settings and tensors are remembered; not kept alive.
+        is_named: as for `settings_of`.
+    """
+
+    def __init__(self, model: Any, *, is_named: bool) -> None:
+        self._is_named = is_named
+        self._state = self._state_of(model)
+
+    def check(self, model: Any) -> None:
+        """Refuse a model that was changed since, or whose KV would be random or of another dtype now.
+
+        Raises:
+            InvalidRequest: a weight, a buffer, a module, a setting or a config is another one, or was written to; the
+                model is in training mode, or autocast is on.
+            UnsupportedModel: as for `settings_of`.
+        """
+        check_mode(model)
+        if changed := sorted({name for name, _ in self._state_of(model) ^ self._state}):
+            raise InvalidRequest(
+                f"wanted the model that this namespace was made of, got another: {changed[0]} and {len(changed) - 1} "
+                "other parts changed or moved since; make a new PrefixCachedModel or PagedStore, which gets the "
+                "namespace of the new model"
+            )
+
+    def _state_of(self, model: Any) -> set[tuple[str, object]]:
+        tensors = [
+            (f"{prefix}.{name}", _mark(each))
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for name, each in chain(module._parameters.items(), module._buffers.items())
+            if each is not None
+        ]
+        return {*settings_of(model, is_named=self._is_named), *tensors}
+
+
+def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what shows that a tensor was replaced or written to; while it is held, no other storage is like its own.
+
+    The storage may be freed meanwhile. Quantised and distributed tensors may have none. torch counts no writes to those
+    of inference mode, and none through `.data`, so a few elements are in it.
+    """
+    place, sample = tuple[object, ...](), tuple[object, ...]()
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        place = tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    if is_plain(tensor):
+        flat = tensor.detach().reshape(-1)
+        # Not a whole number of rows apart, so that not all are of one column.
+        some = flat[:: max(1, (len(flat) - 1) // _NUM_SAMPLED)][:_NUM_SAMPLED]
+        sample = tensor.shape, some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return type(tensor), tensor.dtype, 0 if tensor.is_inference() else tensor._version, sample, place

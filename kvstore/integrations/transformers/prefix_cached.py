@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -10,28 +11,20 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
-from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
 from kvstore.blocks.hashing import BlockHashes, space_of_tenant
 from kvstore.bounds import check_count, check_seconds, parse_bytes
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
-from kvstore.integrations.transformers.cache.columns import Planes, keep_windows_only, new_cache, planes_of
+from kvstore.integrations.transformers.cache.columns import CACHE_NAME, Planes, keep_windows_only, new_cache, planes_of
 from kvstore.integrations.transformers.first_token import AfterFirstToken
-from kvstore.integrations.transformers.identity import (
-    check_mode,
-    check_supported,
-    check_unadapted,
-    check_version,
-    kv_shape,
-    namespace_of,
-)
+from kvstore.integrations.transformers.identity import Snapshot, kv_shape, namespace_of
 from kvstore.integrations.transformers.link import StoreLike, StoreLink
-from kvstore.integrations.transformers.marks import Marks
 from kvstore.integrations.transformers.probe import can_pad
 from kvstore.integrations.transformers.prompts import Prompts, read_prompts
 from kvstore.integrations.transformers.staging import CacheRow, Staging
 from kvstore.integrations.transformers.stats import PrefixCacheStats
+from kvstore.integrations.transformers.supported import check_mode, check_supported
 from kvstore.integrations.transformers.witness import Witness
 
 #: More is no size of a buffer, but a mistake.
@@ -89,11 +82,9 @@ class PrefixCachedModel:
         load_timeout_s: float | None = None,
         retry_s: float = 30.0,
     ) -> None:
-        check_version(transformers.__version__)
         # `generate` of a compiled module runs the module inside it, and then only that module's hooks run.
         model = getattr(model, "_orig_mod", model)
-        if not isinstance(model, GenerationMixin):
-            raise InvalidRequest(f"model: wanted a transformers model with generate, got a {type(model).__name__}")
+        check_supported(model)
         if not callable(getattr(store, "client", None)):
             raise InvalidRequest(
                 f"store: wanted what kvstore.start or kvstore.connect returns, got a {type(store).__name__}"
@@ -106,7 +97,6 @@ class PrefixCachedModel:
             load_timeout_s = check_seconds("load_timeout_s", load_timeout_s)
         retry_s = check_seconds("retry_s", retry_s)
         num_staging_bytes = check_count("staging_bytes", parse_bytes(staging_bytes), 0, _MOST_STAGING_BYTES)
-        check_supported(model)  # First: a new adapter is in training mode, and eval() would not help.
         check_mode(model)
         shape, self._device = kv_shape(model, block_size)
         num_staged = num_staging_bytes // shape.block_bytes // 2
@@ -116,10 +106,9 @@ class PrefixCachedModel:
                 "or take a smaller block_size"
             )
         self._can_pad = can_pad(model, self._device)
-        self.model = model
+        self.model, self._snapshot = model, Snapshot(model, is_named=model_id is not None)
         is_private = bool(tenant) and store.config.private_tenants
         self.space = space_of_tenant(namespace_of(model, shape, model_id, salt), tenant, is_private=is_private)
-        self._marks = Marks(model)
         self._save_generated, self._load_timeout_s = save_generated, load_timeout_s
         self._stats, self._stats_lock = PrefixCacheStats(), threading.Lock()
         self.link = StoreLink(store, self.space, num_staged, self._device, retry_s, tenant)
@@ -143,11 +132,11 @@ class PrefixCachedModel:
 
         Raises:
             InvalidRequest: an argument is refused, padding is not on the left, or the model's weights or mode changed.
-            UnsupportedModel: a PEFT adapter was added meanwhile.
+            UnsupportedModel: the model got a setting or a hook meanwhile that cannot be told from others.
             StoreUnavailable: this object was closed.
         """
         self._check_open()
-        self._check_model()
+        self._snapshot.check(self.model)
         prompts, options = read_prompts(self.model, inputs, options, can_pad=self._can_pad)
         rows = [self.space.block_hashes(prompts.tokens(row)) for row in range(len(prompts.num_padding))]
         cache = new_cache(self.model)
@@ -172,27 +161,29 @@ class PrefixCachedModel:
         sees_answer = self._save_generated and prompts.follows_rows
         witness = Witness(self.model, cache, prompts, width, sees_answer=sees_answer)
 
+        @functools.cache  # It is called once at most.
         def save_prompt() -> None:
             self._save(prompts, rows, cache, first, witness.num_right())
             if not sees_answer:
                 keep_windows_only(cache)
 
-        saving = AfterFirstToken(save_prompt)
-        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), saving])
+        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), AfterFirstToken(save_prompt)])
         try:
             with witness:
                 output = self.model.generate(
                     prompts.input_ids.clone(),  # Streamers and processors get it, and may change it.
                     attention_mask=prompts.attention_mask.clone(),
-                    past_key_values=cache,
                     stopping_criteria=criteria,
+                    **{CACHE_NAME: cache},
                     **options,
                 )
         finally:
             witness.close()  # Once more: an interrupt may come before the context has begun.
-        saving.call()
+        save_prompt()
         if sees_answer:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            # generate's own copy of the prompt can be edited.
+            sequences = torch.cat([prompts.input_ids, sequences[:, prompts.width :]], 1)
             # The last token was chosen, but its KV was never computed.
             num_columns = min(cache.get_seq_length(), sequences.shape[1] - 1)
             answered = [
@@ -254,10 +245,9 @@ class PrefixCachedModel:
         ]
         why, planes = "decoding filled the cache with something else", Planes()
         try:
-            self._check_model()  # Since the call began; what was computed may be of both models.
+            self._snapshot.check(self.model)  # Since the call began; it may have been of both models.
             if any(len(sure) > begin for sure, begin in zip(known, first, strict=True)):
                 planes = planes_of(cache)
-                self._check_planes(planes, len(rows) * prompts.num_copies)
         except (InvalidRequest, UnsupportedModel, LayoutMismatch) as error:
             why, known = str(error), [hashes[:0] for hashes in rows]
         num_unsure = sum(
@@ -291,26 +281,9 @@ class PrefixCachedModel:
             seen.update(hashes)
         return num_written, num_refused
 
-    def _check_planes(self, planes: Planes, num_rows: int) -> None:
-        """Refuse KV that differs in shape or dtype from the wrapped model's: a copy would convert it."""
-        shape = self.space.shape
-        wanted = {(num_rows, shape.num_kv_heads, shape.head_dim, getattr(torch, shape.dtype))}
-        found = {(len(each), each.shape[1], each.shape[3], each.dtype) for pair in planes for each in pair}
-        if found != wanted or len(planes) != shape.num_layers:
-            raise LayoutMismatch(
-                f"wanted KV of {shape.num_layers} layers as (rows, heads, head_dim, dtype) {wanted}, got "
-                f"{len(planes)} of {found}; nothing is saved"
-            )
-
     def _check_open(self) -> None:
         if self.link.closed:
             raise StoreUnavailable("wanted an open PrefixCachedModel, got a closed one; make a new one")
-
-    def _check_model(self) -> None:
-        """Refuse a model that changed since it was wrapped; see `generate`."""
-        check_unadapted(self.model)
-        check_mode(self.model)
-        self._marks.check(self.model)
 
     def empty_planes(self, num_rows: int, width: int) -> Planes:
         """Return a K and a V tensor [num_rows, H, width, D] of each layer, on the model's device, not written."""

@@ -29,6 +29,7 @@ _OTHER_LOOPS = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids"
 
 _REFUSED = {
     "past_key_values": "the cache is made here; leave it out",
+    "cache": "the cache is made here; leave it out",
     "inputs_embeds": "embeddings name no tokens; pass input_ids",
     "position_ids": "positions are those of the attention mask; leave them out",
     "custom_generate": "another decoding loop may use the cache in another way; call model.generate",

@@ -39,24 +39,19 @@ class Witness:
         self._num_right = num_loaded
         #: (first column, tokens, positions) of each run behind the prompts; `num_right_of` compares them.
         self._answer: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
-        #: The hook is this witness's own object, so `close` finds it on the model even without the handle.
+        #: One object, so that `close` finds it on the model, also after an interrupt while the context began.
         self._hook: Any = self._see
-        self._handle: Any = None
 
     def __enter__(self) -> Witness:
-        self._handle = self._model.register_forward_pre_hook(self._hook, with_kwargs=True)
+        self._model.register_forward_pre_hook(self._hook, with_kwargs=True)
         return self
 
     def close(self) -> None:
-        """Remove the hook from the model; may be called again, also after an interrupt while the context began."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
-        elif self._hook is not None:
-            hooks = self._model._forward_pre_hooks
-            for key in [key for key, hook in list(hooks.items()) if hook is self._hook]:
-                hooks.pop(key, None)
-                self._model._forward_pre_hooks_with_kwargs.pop(key, None)
+        """Remove the hook from the model; may be called again, also if the context has not begun."""
+        hooks = self._model._forward_pre_hooks
+        for key in [key for key, hook in list(hooks.items()) if hook is self._hook]:
+            hooks.pop(key, None)
+            self._model._forward_pre_hooks_with_kwargs.pop(key, None)
         self._hook = None  # Else a cycle would keep the cache in memory.
 
     def __exit__(self, *_: object) -> None:
@@ -68,35 +63,22 @@ class Witness:
 
     def num_right_of(self, sequences: torch.Tensor) -> int:
         """Return `num_right` for prompts with their answers, [num_rows, ...], each in one row of the cache."""
-        width = self._tokens.shape[1]
-        num_right = min(self.num_right(), self._num_unchanged(sequences))
-        if num_right < width:
+        num_right, num_more = self.num_right(), sequences.shape[1] - self._tokens.shape[1]
+        if num_right < self._tokens.shape[1]:
             return num_right
-        padding = (self._mask == 0).sum(1, keepdim=True)
+        self._tokens, self._mask = sequences, torch.nn.functional.pad(self._mask, (0, num_more), value=1)
         for start, tokens, positions in self._answer:
             end = start + tokens.shape[1]
             if start > num_right or end > sequences.shape[1]:
                 break
-            if not torch.equal(tokens, sequences[:, start:end].to(tokens.device)):
-                return min(start, num_right)
-            wanted = torch.arange(start, end, device=tokens.device) - padding.to(tokens.device)
-            if bool(padding.any()) if positions is None else positions.dim() != 2 or bool((positions != wanted).any()):
+            if not self._is_of_prompt(start, end, tokens, positions, self._mask):
                 return min(start, num_right)
             num_right = end  # It overwrites columns that were fed before and taken back.
         return min(num_right, num_columns(self._cache))
 
-    def _num_unchanged(self, sequences: torch.Tensor) -> int:
-        """Return how many leading columns are still those of the prompts: generate's own copy can be edited."""
-        width = min(self._tokens.shape[1], sequences.shape[1])
-        tokens = self._tokens[:, :width]
-        if len(tokens) != len(sequences):
-            return 0
-        changed = (sequences[:, :width].to(tokens.device) != tokens).any(0).nonzero()
-        return int(changed[0]) if len(changed) else width
-
     def _see(self, _: Any, __: Any, given: Mapping[str, Any] | None = None) -> None:
         """Check a run of the model before it begins; other threads run the same model on other caches."""
-        if given is None or given.get("past_key_values") is not self._cache:
+        if given is None or not any(each is self._cache for each in given.values()):  # Its name varies.
             return
         start, width = num_columns(self._cache), self._tokens.shape[1]
         tokens, positions = given.get("input_ids"), given.get("position_ids")

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable
 from kvstore.integrations.transformers import PrefixCachedModel
+from kvstore.integrations.transformers.cache.columns import CACHE_NAME
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 LOGGER = "kvstore.integrations.transformers.link"
@@ -296,7 +297,8 @@ def test_an_interrupt_leaves_no_hook_on_the_model(build, tokens, wrap, monkeypat
         return handle
 
     monkeypatch.setattr(model, "register_forward_pre_hook", register)
-    cached = wrap(model)  # Afterwards: what a model runs must not change while it is wrapped.
+    # Afterwards: what a model runs must not change while it is wrapped.
+    cached = wrap(model, model_id="hooked")
     monkeypatch.setitem(_INTERRUPTS, "on", True)
     if is_before:
         with pytest.raises(KeyboardInterrupt):
@@ -313,7 +315,7 @@ def test_the_cache_of_a_call_is_freed_with_it(build, tokens, wrap):
     gc.disable()
     try:
         output = cached.generate(tokens(50), return_dict_in_generate=True, **GREEDY)
-        cache = weakref.ref(output.past_key_values)
+        cache = weakref.ref(output[CACHE_NAME])
         del output
         assert cache() is None
     finally:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.errors import LayoutMismatch
-from kvstore.integrations.transformers.cache.columns import planes_of
+from kvstore.integrations.transformers.cache.columns import CACHE_NAME, planes_of
 
 BLOCK = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -201,9 +201,9 @@ def test_blocks_of_answers_are_saved_row_by_row(build_windowed, tokens, wrap, fa
 def test_the_returned_cache_is_that_of_transformers(build_windowed, tokens, wrap, saves_answer):
     model, prompt = build_windowed("Gemma2"), tokens(100)
     cached = wrap(model, save_generated=saves_answer)
-    wanted = model.generate(prompt, **EXACT).past_key_values
+    wanted = model.generate(prompt, **EXACT)[CACHE_NAME]
     for _ in range(2):
-        found = cached.generate(prompt, **EXACT).past_key_values
+        found = cached.generate(prompt, **EXACT)[CACHE_NAME]
         assert isinstance(found, DynamicCache)
         for one, other in zip(found.layers, wanted.layers, strict=True):
             assert isinstance(one, type(other))
@@ -215,20 +215,21 @@ def test_the_returned_cache_is_that_of_transformers(build_windowed, tokens, wrap
 @pytest.mark.parametrize(("saves_answer", "num_kept"), [(False, 1), (True, 7)])
 def test_columns_before_the_windows_are_kept_until_they_are_saved(build_windowed, tokens, wrap, saves_answer, num_kept):
     model, are_kept = build_windowed(), []
-    cached = wrap(model, save_generated=saves_answer)
 
     def look(_, __, given):
-        if given["past_key_values"].get_seq_length():
+        if given[CACHE_NAME].get_seq_length():
             try:
-                are_kept.append(bool(planes_of(given["past_key_values"])))
+                are_kept.append(bool(planes_of(given[CACHE_NAME])))
             except LayoutMismatch:
                 are_kept.append(False)
 
     model.register_forward_pre_hook(look, with_kwargs=True)
+    cached = wrap(model, save_generated=saves_answer, model_id="hooked")
+    are_kept.clear()
     output = cached.generate(tokens(100), **PLAIN)
     assert are_kept == [True] * num_kept + [False] * (7 - num_kept), "the prompt is saved behind the second token"
     with pytest.raises(LayoutMismatch):
-        planes_of(output.past_key_values)
+        planes_of(output[CACHE_NAME])
 
 
 def test_columns_that_a_loop_put_into_a_window_are_not_saved(build_windowed, tokens, wrap):
@@ -236,7 +237,7 @@ def test_columns_that_a_loop_put_into_a_window_are_not_saved(build_windowed, tok
     cached, prepare = wrap(model), model.prepare_inputs_for_generation
 
     def prepared(input_ids, **kwargs):
-        for layer in kwargs["past_key_values"].layers:
+        for layer in kwargs[CACHE_NAME].layers:
             if not layer.get_seq_length():
                 layer.update(*torch.zeros(2, 1, 2, BLOCK, 16))
         return prepare(input_ids, **kwargs)

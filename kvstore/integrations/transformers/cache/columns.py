@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvstore.blocks.shape import KVShape
+from kvstore.errors import UnsupportedModel
 from kvstore.integrations.transformers.cache.window_layer import KeptWindowLayer
+from kvstore.integrations.transformers.supported import SUPPORTED
+
+CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+"""The argument of models and of `generate` for a cache; transformers 5.24 has another name for it than 5.23."""
 
 Planes = list[tuple[torch.Tensor, torch.Tensor]]
 """(K, V) of each layer, [rows, heads, columns, head_dim]."""
@@ -22,6 +34,56 @@ def new_cache(model: Any) -> DynamicCache:
         if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1:
             cache.layers[index] = KeptWindowLayer(layer.sliding_window)
     return cache
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return the layers of a cache that the model has filled with one token.
+
+    Configs name heads and dims in a dozen ways; the tensors that come out cannot be wrong.
+
+    Raises:
+        UnsupportedModel: the model takes no tokens, or a layer of its cache is of a kind that has no blocks.
+    """
+    cache = new_cache(model)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=token, use_cache=True, **{CACHE_NAME: cache})
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"wanted a model that takes input_ids and a cache, but {type(model).__name__} said: {error}; {SUPPORTED}"
+        ) from error
+    kinds = kinds_without_blocks(cache)
+    if kinds or not cache.layers:
+        raise UnsupportedModel(
+            f"wanted full attention or a sliding window in every layer, got {', '.join(kinds) or 'no layers'} in the "
+            f"cache of {type(model).__name__} (linear attention, indexes, layers that share KV, and windows of one "
+            f"token have no blocks to store yet); {SUPPORTED}"
+        )
+    return list(cache.layers)
+
+
+def shape_of(layers: Sequence[Any], block_size: int) -> KVShape:
+    """Return the shape of blocks of these layers, each filled with one token.
+
+    Raises:
+        UnsupportedModel: they differ, or their K has other dims than batch, heads, tokens and head_dim.
+    """
+    planes = [plane for layer in layers for plane in (layer.keys, layer.values)]
+    found = {() if each is None else (tuple(each.shape), str(each.dtype), str(each.device)) for each in planes}
+    keys = layers[0].keys
+    if len(found) != 1 or keys is None or keys.dim() != 4 or tuple(keys.shape[::2]) != (1, 1):
+        raise UnsupportedModel(
+            "wanted K and V of one shape, dtype and device in all layers, as [batch, heads, tokens, head_dim], got "
+            f"{len(found)} kinds after one token: {'; '.join(sorted(map(str, found)))}; {SUPPORTED}"
+        )
+    return KVShape(
+        num_layers=len(layers),
+        num_kv_heads=keys.shape[1],
+        head_dim=keys.shape[3],
+        dtype=str(keys.dtype).removeprefix("torch."),
+        block_size=block_size,
+    )
 
 
 def kinds_without_blocks(cache: DynamicCache) -> list[str]:

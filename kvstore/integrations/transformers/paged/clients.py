@@ -9,6 +9,7 @@ from typing import Any
 from kvstore.blocks.hashing import Namespace, space_of_tenant
 from kvstore.client.client import Client
 from kvstore.errors import PeerLost, StoreBusy, StoreDraining, StoreUnavailable
+from kvstore.integrations.transformers.identity import identity_of
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 
 #: Limits for the jobs of a store that has ended, and of one that serves.
@@ -16,15 +17,16 @@ _CLOSE_S, _CLOSE_AT_END_S = 1.0, 10.0
 
 
 def spaces_of(
-    store: Any, cache: PagedKVCache, model: str, revision: str, block_size: int, salt: bytes, tenant: str
+    store: Any, cache: PagedKVCache, model_id: str | None, block_size: int, salt: bytes, tenant: str
 ) -> tuple[Namespace, ...]:
     """Return the namespace of each group's blocks; arguments as for `PagedStore`."""
     is_private = bool(tenant) and store.config.private_tenants
+    weights, settings = identity_of(cache.model, model_id)
     spaces = (
         Namespace(
-            model=model,
-            # All that decides the bits of KV besides the weights.
-            revision=f"{revision}; {group.window_tokens} seen, {cache.step_tokens} a step, {cache.device.type}",
+            model=weights,
+            # All that decides the bits of KV besides the model.
+            revision=f"{settings}; {group.window_tokens} seen, {cache.step_tokens} a step",
             shape=group.shape(block_size),
             salt=salt,
         )

@@ -36,7 +36,7 @@ class PagedKVCache:
         UnsupportedModel: the KV of the model has no pages; the message says what is supported.
         InvalidRequest: this is no model with `generate`, it is in training mode, autocast is on, or step_tokens is out
             of range.
-        ConfigError: a size is out of range, or align_tokens does not fit.
+        ConfigError: a size is out of range, align_tokens does not fit, or transformers is too old.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class PagedKVCache:
         self.tensors: tuple[tuple[Tensor, ...], ...] = tuple(
             tuple(
                 torch.zeros(
-                    (2, allocator.num_pages, page_size, group.num_kv_heads, group.head_dim),
-                    dtype=torch_dtype(group.dtype),
+                    (2, allocator.num_pages, page_size, group.token_shape.num_kv_heads, group.token_shape.head_dim),
+                    dtype=torch_dtype(group.token_shape.dtype),
                     device=self.device,
                 )
                 for _ in group.layers

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore.errors import InvalidRequest
+from kvstore.integrations.transformers.cache.columns import CACHE_NAME
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.integrations.transformers.paged.step import GroupStep, PagedLayer, step_cache
 from kvstore.kernels.index import make_batch, pages_to_slots
@@ -121,9 +122,9 @@ class PagedRunner:
         output = self._model(
             input_ids=torch.tensor([rows], device=device),
             position_ids=torch.arange(start, start + len(rows), device=device)[None],
-            past_key_values=step_cache([layers[index] for index in sorted(layers)]),
             use_cache=True,
             logits_to_keep=0 if needs_logits else 1,
+            **{CACHE_NAME: step_cache([layers[index] for index in sorted(layers)])},
         )
         logits: Tensor = output.logits[0]
         return logits

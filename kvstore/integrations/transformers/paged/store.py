@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +15,13 @@ from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult, MissReason, SaveResult
-from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted
+from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted, UnsupportedModel
+from kvstore.integrations.transformers.identity import Snapshot
 from kvstore.integrations.transformers.paged.clients import GroupClients, spaces_of
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.paged.request import PagedRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +72,22 @@ class PagedStore:
     from the thread of the cache. If the store is lost, a call raises, and the next one tries to reach the new store of
     this node. After `close` the pages stay as they are.
 
+    If the model is not what it was when this was made, or in training mode or under autocast, nothing is loaded, saved
+    or handed off, and the log says why. For other weights, close this, clear the index, and make a new one.
+
     Args:
         store: as `kvstore.start` or `kvstore.connect` returns it.
         cache: whose tensors are registered. If it has windows, its `align_tokens` is a multiple of block_size.
-        model: name of the weights, for the namespace.
-        revision: of the weights, for the namespace.
+        model_id: a name of exactly these weights, in every process that shares; spares reading the weights. None takes
+            the digest of all weights (`identity.identity_of` says why of all).
         block_size: tokens of a stored block; a multiple or a divisor of the page size.
         salt: keeps tenants apart. A request takes the same salt in the cache's index.
         tenant: whose quotas in the store count; "" is the shared tenant, which has none.
 
     Raises:
-        InvalidRequest: the windows of the cache begin within blocks.
+        InvalidRequest: the windows of the cache begin within blocks, or it has pages or requests already: nobody knows
+            of which weights they are.
+        UnsupportedModel: as for `identity_of`.
         LayoutMismatch, StoreUnavailable, KVStoreError: as for `Client.register_kv_caches`; nothing stays open.
     """
 
@@ -87,8 +96,7 @@ class PagedStore:
         store: Any,
         cache: PagedKVCache,
         *,
-        model: str,
-        revision: str,
+        model_id: str | None = None,
         block_size: int = 16,
         salt: bytes = b"",
         tenant: str = "",
@@ -100,7 +108,13 @@ class PagedStore:
                 f"of {cache.page_size}; make PagedKVCache with align_tokens={block_size}"
             )
         self._cache, self.block_size = cache, block_size
-        self.spaces = spaces_of(store, cache, model, revision, block_size, salt, tenant)
+        if cache.index.num_nodes or cache.index.num_requests:
+            raise InvalidRequest(
+                f"wanted a cache without pages, whose KV may be of other weights, got {cache.index.num_nodes} edges of "
+                f"pages and {cache.index.num_requests} requests; release all requests, and call cache.index.clear()"
+            )
+        self._snapshot = Snapshot(cache.model, is_named=model_id is not None)
+        self.spaces = spaces_of(store, cache, model_id, block_size, salt, tenant)
         """The namespace of each group's blocks."""
         self._clients = GroupClients(store, cache, self.spaces, tenant)
 
@@ -121,6 +135,8 @@ class PagedStore:
         Raises:
             StoreUnavailable, TransferError: the store does not answer; the request was not changed.
         """
+        if not self._is_same():
+            return BroughtTokens(num_tokens=0)
         chains = self._chains(tokens)
         with self._clients.opened() as clients:
             found = min(client.lookup(chain).num_blocks for client, chain in zip(clients, chains, strict=True))
@@ -167,6 +183,8 @@ class PagedStore:
         Raises:
             StoreUnavailable, KVStoreError: as for `Client.save`; no job runs on.
         """
+        if not self._is_same():
+            return ()
         with self._clients.opened() as clients, contextlib.ExitStack() as undo:
             jobs = []
             for group, chain in enumerate(self._chains(tokens[:num_computed_tokens])):
@@ -186,13 +204,13 @@ class PagedStore:
             num_computed_tokens: tokens whose KV is in place.
 
         Returns:
-            The ticket; None if there is no whole block.
+            The ticket; None if there is no whole block, or the model changed.
 
         Raises:
             PoolExhausted, StoreUnavailable, KVStoreError: as for `Client.publish`; nothing is kept.
         """
         num_tokens = num_computed_tokens // self.block_size * self.block_size
-        if not num_tokens:
+        if not num_tokens or not self._is_same():
             return None
         last_hash = self._last_hash(tokens, num_tokens)
         first_tokens, tickets = [], list[HandoffTicket]()
@@ -240,7 +258,7 @@ class PagedStore:
             raise NamespaceMismatch("fetch: wanted a ticket of this model, revision and salt, got one of others")
         if ticket.last_hash != self._last_hash(tokens, target):
             raise InvalidRequest(f"fetch: wanted a ticket of this prompt, got one of {target} other tokens")
-        if target <= before:
+        if target <= before or not self._is_same():
             return BroughtTokens(num_tokens=0)
         with self._clients.opened() as clients:
             request.prepare_step(target - before, only_windows=True)
@@ -270,6 +288,15 @@ class PagedStore:
     def close(self) -> None:
         """Give everything back to the store; may be called again."""
         self._clients.close()
+
+    def _is_same(self) -> bool:
+        """Whether the model is what the namespaces were made of; otherwise nothing may be shared."""
+        try:
+            self._snapshot.check(self._cache.model)
+        except (InvalidRequest, UnsupportedModel) as error:
+            logger.warning("nothing is loaded, saved or handed off: %s", error)
+            return False
+        return True
 
     @property
     def _has_windows(self) -> bool:

@@ -26,7 +26,7 @@ class Small:
             for tensor in tensors:
                 tensor.fill_(torch.nan)  # What is read before it is written shows itself.
         self.runner = PagedRunner(self.cache)
-        self.store = None if store is None else PagedStore(store, self.cache, model="m", revision="1")
+        self.store = None if store is None else PagedStore(store, self.cache)
         self.index = self.cache.index
 
     def prefill(self, request, tokens, piece=10_000):
@@ -72,12 +72,14 @@ def plain_logits(model, tokens):
     """Logits of the last token with transformers' own cache, in steps of the same rows."""
     from transformers import DynamicCache
 
+    from kvstore.integrations.transformers.cache.columns import CACHE_NAME
+
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         for start in range(0, len(tokens), STEP):
             rows = tokens[start : start + STEP]
             padded = torch.tensor([[*rows, *[0] * (STEP - len(rows))]], device=model.device)
-            logits = model(padded, past_key_values=cache).logits[0, len(rows) - 1]
+            logits = model(padded, **{CACHE_NAME: cache}).logits[0, len(rows) - 1]
     return logits
 
 

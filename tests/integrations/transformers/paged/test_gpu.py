@@ -10,7 +10,7 @@ import torch
 pytestmark = pytest.mark.gpu
 pytest.importorskip("transformers", reason="needs transformers")  # Where there is a GPU, it may not be.
 
-PROMPT = [random.Random(6).randrange(211) for _ in range(100)]
+PROMPT = random.Random(6).choices(range(211), k=100)
 
 
 @pytest.fixture(autouse=True)

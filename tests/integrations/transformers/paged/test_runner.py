@@ -9,7 +9,7 @@ import torch
 
 from kvstore.errors import InvalidRequest
 
-PROMPT = [random.Random(2).randrange(211) for _ in range(100)]
+PROMPT = random.Random(2).choices(range(211), k=100)
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "both"])

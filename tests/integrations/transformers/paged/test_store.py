@@ -23,7 +23,7 @@ from kvstore.integrations.transformers.paged import PagedStore
 from kvstore.integrations.transformers.paged.store import wait_saved
 from tests.integrations.transformers.paged.conftest import Small
 
-PROMPT = [random.Random(4).randrange(211) for _ in range(150)]
+PROMPT = random.Random(4).choices(range(211), k=150)
 
 
 def _model_of_window(window_tokens):
@@ -252,7 +252,7 @@ def test_nothing_is_found_of_less_than_a_block_or_with_another_salt(small, store
     request = reader.index.acquire(PROMPT[:15])
     assert reader.store.load(request, PROMPT[:15]).num_tokens == 0
     request.release()
-    salted = PagedStore(stores["a"], reader.cache, model="m", revision="1", salt=b"tenant")
+    salted = PagedStore(stores["a"], reader.cache, salt=b"tenant")
     request = reader.index.acquire(PROMPT, salt=b"tenant")
     assert salted.load(request, PROMPT).num_tokens == 0
     request.release()
@@ -317,7 +317,7 @@ def test_a_ticket_is_for_its_own_prompt_model_and_salt(small, store):
             reader.store.fetch(held, tokens, ticket)
         assert held.num_tokens == 0
         held.release()
-    salted = PagedStore(store, reader.cache, model="m", revision="1", salt=b"tenant")
+    salted = PagedStore(store, reader.cache, salt=b"tenant")
     held = reader.index.acquire(PROMPT)
     with pytest.raises(NamespaceMismatch):
         salted.fetch(held, PROMPT, ticket)
@@ -403,7 +403,7 @@ def test_windows_that_begin_within_blocks_are_refused(store, build_once):
 
     cache = PagedKVCache(build_once("both"), page_size=16, align_tokens=16)
     with pytest.raises(InvalidRequest, match="align_tokens=32"):
-        PagedStore(store, cache, model="m", revision="1", block_size=32)
+        PagedStore(store, cache, block_size=32)
 
 
 def test_a_store_that_has_ended_is_a_typed_error_and_leaves_the_request(small, stores):

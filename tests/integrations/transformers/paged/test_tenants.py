@@ -14,7 +14,7 @@ WAYS = ({"tenant": "b"}, {"tenant": "a"}, {}, {"tenant": "b", "salt": b"other"})
 def test_pages_are_found_by_their_own_tenant_and_salt_only(small, private_store):
     one = small("full", private_store)
     one.store.close()
-    stores = [PagedStore(private_store, one.cache, model="m", revision="1", **way) for way in WAYS]
+    stores = [PagedStore(private_store, one.cache, **way) for way in WAYS]
     writer = stores[0]
     request = one.index.acquire(PROMPT)
     one.prefill(request, PROMPT)
