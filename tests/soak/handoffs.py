@@ -252,7 +252,7 @@ class Handoffs:
     def _delivered(self, letter: Letter, verb: Verb) -> None:
         if verb is Verb.FETCH_FORGED:
             self._voice.finding(f"a forged ticket was good: {letter}")
-        elif not self._mailbox.is_first(letter.ticket.key):
+        elif not self._mailbox.is_first(letter.ticket.nonce):
             self._voice.finding(f"a ticket was good for two fetches: {letter}")
 
     def _remember(self, letter: Letter, failure: BlockFailure) -> None:

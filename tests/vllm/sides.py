@@ -41,6 +41,7 @@ def request(name="r", num_tokens=40, **more):
     fields = {
         "prompt_token_ids": tokens, "all_token_ids": list(tokens), "num_prompt_tokens": num_tokens,
         "num_tokens": num_tokens, "num_computed_tokens": 0, "lora_request": None, "mm_features": None,
-        "cache_salt": None, "status": None, "skip_reading_prefix_cache": False, "kv_transfer_params": None,
+        "cache_salt": None, "prompt_embeds": None, "status": None, "skip_reading_prefix_cache": False,
+        "kv_transfer_params": None,
     }  # fmt: skip
     return SimpleNamespace(request_id=name, **(fields | more))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from typing import Any
 
 from msgspec.structs import replace
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvstore.blocks.hashing import BlockHashes, Namespace
-from kvstore.blocks.token_bytes import ExtraKey
+from kvstore.blocks.token_bytes import ExtraKey, encode_key, token_bytes
 from kvstore.integrations.prompt_keys import named_keys
 
 #: Tokens hashed in one piece; meanwhile the scheduler's thread may wait for the interpreter.
@@ -92,13 +93,32 @@ def hash_blocks(
     if not (request.lora_request or request.mm_features or request.cache_salt or has_embeds):
         return space.block_hashes(tokens, parent=parent)
     size, begin = space.shape.block_size, 0 if parent is None else parent.start + len(parent)
-    lora = request.lora_request.lora_name if request.lora_request else None
     extra: list[Sequence[ExtraKey]] = []
     media = 0
     for block in range(begin, begin + len(tokens) // size):
-        keys, media = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, media)
-        extra.append([*named_keys(block, lora=lora, salt=request.cache_salt), *_plain(keys or ())])
+        keys, media = _extra_keys(request, block, block * size, (block + 1) * size, media)
+        extra.append(keys)
     return space.block_hashes(tokens, extra, parent)
+
+
+def tail_digest(space: Namespace, request: Any) -> bytes:
+    """Return a digest of the tokens behind a prompt's full blocks, of their number, and of their extra keys.
+
+    Raises:
+        InvalidRequest: as for `hash_blocks`.
+    """
+    size, end = space.shape.block_size, int(request.num_prompt_tokens)
+    block = end // size
+    keys, _ = _extra_keys(request, block, block * size, end, 0)
+    tokens = () if request.prompt_token_ids is None else request.prompt_token_ids[block * size : end]
+    return sha256(encode_key((end % size, token_bytes(tokens), *keys))).digest()
+
+
+def _extra_keys(request: Any, block: int, begin: int, end: int, media: int) -> tuple[list[ExtraKey], int]:
+    """Return the keys of tokens [begin, end) of a block, and the medium at which to go on."""
+    lora = request.lora_request.lora_name if request.lora_request else None
+    keys, media = generate_block_hash_extra_keys(request, begin, end, media)
+    return [*named_keys(block, lora=lora, salt=request.cache_salt), *_plain(keys or ())], media
 
 
 def _plain(keys: Sequence[Any]) -> Iterator[ExtraKey]:
