@@ -216,6 +216,7 @@ FORGED = {
     "another nonce": (change("nonce", bytes(16)), "one", {}),
     "another life": (change("epoch", bytes(8)), "one", {}),
     "another memory": (change("slab", 7), "one", {}),
+    "early": (change("is_early", True), "one", {}),
     "another namespace": (change("namespace", sha256(b"x").digest()), "one", {}),
     "other ranks": (swap, "one", {}),
 }

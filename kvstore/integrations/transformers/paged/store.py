@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -198,7 +198,8 @@ class PagedStore:
             try:
                 for group, (client, chain) in enumerate(zip(clients, chains, strict=True)):
                     run = self._run(request, group, 0, num_tokens, only_window=True)
-                    ticket = client.prepare_ticket(run.stop - run.first)
+                    # Nobody has it before its blocks are there: for other tokens it is missed at once.
+                    ticket = replace(client.prepare_ticket(run.stop - run.first), is_early=False)
                     tickets.append(client.publish(run.pages, hashes=chain, ticket=ticket))
             except BaseException:
                 for client, chain, ticket in zip(clients, chains, tickets, strict=False):

@@ -138,7 +138,8 @@ class HandoffSide:
                 f"{theirs.hex()[:16]}; prefill and decode need the same model, dtype, stored block_size and salt"
             )
         here = [desk.part for _, desk in sorted(self._desks.items())]
-        if (there := [ticket.part for ticket in tickets]) != here:
+        # Engines give out no early tickets, and a fetch of a forged one would wait until its timeout.
+        if (there := [ticket.part for ticket in tickets if not ticket.is_early]) != here:
             raise InvalidRequest(
                 f"kv_transfer_params[{TICKET!r}]: wanted a ticket for each of the parts {here}, got "
                 f"{clip(there)}; give both engines the same tensor- and pipeline-parallel sizes, or pass KV on through "
