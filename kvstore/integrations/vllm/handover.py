@@ -50,7 +50,7 @@ def to_params(tickets: Sequence[HandoffTicket]) -> dict[str, Any]:
 
 
 def from_params(params: Mapping[str, Any]) -> tuple[HandoffTicket, ...]:
-    """Return the tickets that `to_params` wrote, all of the same number of blocks.
+    """Return the tickets that `to_params` wrote.
 
     Raises:
         InvalidRequest: `to_params` did not make these params.
@@ -62,10 +62,4 @@ def from_params(params: Mapping[str, Any]) -> tuple[HandoffTicket, ...]:
             f"kv_transfer_params[{TICKET!r}]: wanted what a prefill engine with RaykvConnector answered, got "
             f"{clip(params.get(TICKET))} ({type(error).__name__}: {error}); pass its params on as they are"
         ) from error
-    tickets = tuple(HandoffTicket.from_bytes(part) for part in parts)
-    if not tickets or len({ticket.num_blocks for ticket in tickets}) > 1:
-        raise InvalidRequest(
-            f"kv_transfer_params[{TICKET!r}]: wanted tickets of the same blocks for each worker, got tickets of "
-            f"{clip([ticket.num_blocks for ticket in tickets])} blocks; pass the params on as they are"
-        )
-    return tickets
+    return tuple(HandoffTicket.from_bytes(part) for part in parts)

@@ -14,7 +14,7 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult, MissReason, SaveResult
-from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted
+from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, PoolExhausted
 from kvstore.integrations.transformers.paged.clients import GroupClients, spaces_of
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.paged.request import PagedRequest
@@ -231,8 +231,6 @@ class PagedStore:
                 f"of {len(ticket.tickets)} that begin at tokens {first_tokens}; take one page size on both sides for "
                 "models with windows"
             )
-        if ticket.tickets[0].namespace != self.spaces[0].digest:
-            raise NamespaceMismatch("fetch: wanted a ticket of this model, revision and salt, got one of others")
         chains = self._chains(tokens[:target])
         if len(chains[0]) * self.block_size != target:
             raise InvalidRequest(

@@ -132,10 +132,11 @@ class HandoffSide:
 
     def _usable(self, tickets: tuple[HandoffTicket, ...], num_prompt_tokens: int) -> tuple[HandoffTicket, ...]:
         """Return tickets; refuse those that are of no use to any prompt of this length here."""
-        if (theirs := tickets[0].namespace) != self._space.digest:
+        if (spaces := {ticket.namespace for ticket in tickets}) != {self._space.digest}:
             raise InvalidRequest(
                 f"kv_transfer_params[{TICKET!r}]: wanted blocks of namespace {self._space.digest.hex()[:16]}, got "
-                f"{theirs.hex()[:16]}; prefill and decode need the same model, dtype, stored block_size and salt"
+                f"{clip(sorted(space.hex()[:16] for space in spaces))}; prefill and decode need the same model, dtype, "
+                "stored block_size and salt"
             )
         here = [desk.part for _, desk in sorted(self._desks.items())]
         # Engines give out no early tickets, and a fetch of a forged one would wait until its timeout.
@@ -145,9 +146,10 @@ class HandoffSide:
                 f"{clip(there)}; give both engines the same tensor- and pipeline-parallel sizes, or pass KV on through "
                 "the store alone"
             )
-        if (num_blocks := num_prompt_tokens // self._space.shape.block_size) != tickets[0].num_blocks:
+        num_blocks = num_prompt_tokens // self._space.shape.block_size
+        if (theirs := {ticket.num_blocks for ticket in tickets}) != {num_blocks}:
             raise InvalidRequest(
-                f"kv_transfer_params[{TICKET!r}]: wanted the {num_blocks} full blocks of this prompt, got a ticket of "
-                f"{tickets[0].num_blocks}; send the decode engine the prompt that the prefill engine got"
+                f"kv_transfer_params[{TICKET!r}]: wanted the {num_blocks} full blocks of this prompt, got tickets of "
+                f"{clip(sorted(theirs))}; send the decode engine the prompt that the prefill engine got"
             )
         return tickets
