@@ -310,10 +310,10 @@ class PrefillWorker(Engine):
         )
         return tickets[0]
 
-    def withdraw(self, ticket: PagedTicket) -> None:
+    def withdraw(self, ticket: PagedTicket, prompt: list[int]) -> None:
         """Drop what waits for a decode worker that does not need it."""
         if self.store is not None:
-            self.store.withdraw(ticket)
+            self.store.withdraw(ticket, prompt)
 
 
 class DecodeWorker(Engine):

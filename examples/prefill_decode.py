@@ -144,7 +144,7 @@ class Demo:
         ticket, saved = (made, {}) if handoff else (None, made)
         row = self._get(self.decode.remote("answer", prompt, num_tokens, handoff, ticket), timeout=CALL_S)
         if ticket is not None and not row.pop("used_ticket"):
-            self._get(self.prefill.remote("withdraw", ticket), timeout=CALL_S)  # The engine had all of it.
+            self._get(self.prefill.remote("withdraw", ticket, prompt), timeout=CALL_S)  # The engine had all of it.
         self.conversations[request.title] = prompt + row.pop("answer")
         same = row["kv_identical"] and row["logits_identical"] and row["tokens_identical"]
         return {

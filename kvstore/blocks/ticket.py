@@ -6,6 +6,7 @@ import hashlib
 import math
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstore.blocks.codec import decoder, encode
@@ -14,7 +15,7 @@ from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import DIGEST_BYTES, MAX_PARTS, check_count, check_node_id, clip
 from kvstore.errors import ConfigError, InvalidRequest, ProtocolError
 
-TICKET_VERSION = 3
+TICKET_VERSION = 4
 NONCE_BYTES = 16
 _EPOCH_BYTES = 8
 
@@ -33,14 +34,15 @@ _MOST_U16, _MOST_U32 = (1 << 16) - 1, (1 << 32) - 1
 class HandoffTicket:
     """Names blocks that one client published for one fetch. Small; can be pickled, or sent as `to_bytes`.
 
-    It is void in another life of its store, and after a change of any field except `expires_s`: the store finds the
-    blocks by a digest of all other fields. Any holder of the ticket can read the blocks, once.
+    It is void in another life of its store, and after a change of any field except `expires_s`: see `name`. It does not
+    say what its blocks are: whoever publishes or fetches adds the namespace and the hashes that it knows by itself.
+    Without hashes, any holder of the ticket with the same namespace can read the blocks, once.
 
     Args:
         node_id: the node whose store has the blocks.
         epoch: the life of that store: 8 bytes, `bytes.fromhex` of the epoch in `Store.stats`.
         nonce: random, for this ticket alone.
-        namespace: digest of the blocks' namespace; covers their shape.
+        namespace: digest of the blocks' namespace; covers their shape. Only an early check compares it.
         num_blocks: stored blocks, from the request's first token on.
         block_bytes: of each.
         block_order: version of the order of bytes in a block. A ticket may name any, also one of a later raykv; a
@@ -91,17 +93,25 @@ class HandoffTicket:
         """Bytes that a fetch of the ticket moves."""
         return self.num_blocks * self.block_bytes
 
-    @property
-    def key(self) -> bytes:
-        """32 bytes by which the store of the blocks finds them."""
-        return hashlib.sha256(b"raykv/handoff/3" + self._packed(0.0)).digest()
+    def name(self, namespace: bytes, last_hash: bytes = b"") -> bytes:
+        """Return the 32 bytes by which the store of the blocks finds them.
+
+        Publisher and reader each make them, of all fields but `expires_s` and `namespace`, and of what the ticket
+        cannot decide. So a ticket that was forged, changed or sent with another prompt names nothing.
+
+        Args:
+            namespace: digest of the caller's own namespace.
+            last_hash: of the caller's own blocks; empty where the ticket's holder is trusted.
+        """
+        fields = self._packed({"expires_s": 0.0, "namespace": namespace})
+        return hashlib.sha256(b"raykv/ticket/4" + fields + last_hash).digest()
 
     def to_bytes(self) -> bytes:
         """Return the ticket as bytes, for channels that carry only bytes."""
-        return self._packed(self.expires_s)
+        return self._packed({})
 
-    def _packed(self, expires_s: float) -> bytes:
-        return _HEAD + encode([expires_s if name == "expires_s" else getattr(self, name) for name in _FIELDS])
+    def _packed(self, others: Mapping[str, object]) -> bytes:
+        return _HEAD + encode([others[name] if name in others else getattr(self, name) for name in _FIELDS])
 
     @staticmethod
     def from_bytes(data: bytes) -> HandoffTicket:

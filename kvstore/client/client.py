@@ -400,7 +400,12 @@ class Client:
         return publish.prepare_ticket(self._attached, num_blocks, ttl_s)
 
     def publish(
-        self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
+        self,
+        block_ids: object,
+        *,
+        hashes: BlockHashes | None = None,
+        ttl_s: float | None = None,
+        ticket: HandoffTicket | None = None,
     ) -> HandoffTicket:
         """Keep a copy of engine blocks for one fetch by another client, on any node.
 
@@ -410,6 +415,9 @@ class Client:
 
         Args:
             block_ids: the engine's blocks of a request, in order, from its first token on.
+            hashes: of what the blocks hold, of this client's own making; the last one counts, and becomes a part of the
+                ticket's name in the store. Then only a fetch with the same last hash finds the blocks, whatever ticket
+                it brings. None trusts everyone who has the ticket to know what it is for.
             ttl_s: how long they are kept unless fetched earlier; the configured lease time when None. They are kept no
                 longer than this client is open.
             ticket: publish under this ticket; see `begin_publish`.
@@ -426,10 +434,15 @@ class Client:
             LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed; nothing is kept.
             StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
         """
-        return publish.publish(self._attached, block_ids, ttl_s, ticket)
+        return publish.publish(self._attached, block_ids, hashes, ttl_s, ticket)
 
     def begin_publish(
-        self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
+        self,
+        block_ids: object,
+        *,
+        hashes: BlockHashes | None = None,
+        ttl_s: float | None = None,
+        ticket: HandoffTicket | None = None,
     ) -> Publication:
         """Publish blocks, but return before they are copied. The ticket can be sent meanwhile.
 
@@ -437,6 +450,7 @@ class Client:
 
         Args:
             block_ids: as for `publish`.
+            hashes: as for `publish`.
             ttl_s: as for `publish`, counted from the end of the job.
             ticket: publish under this ticket of `prepare_ticket` or made elsewhere; it may be on its way to the reader.
                 It names this client's store and part. It says how many stored blocks to publish, for the last engine
@@ -451,13 +465,17 @@ class Client:
             InvalidRequest, NamespaceMismatch, LayoutMismatch, PoolExhausted, StoreUnavailable, PeerLost,
                 TransferTimeout: as for `publish`.
         """
-        return publish.begin_publish(self._attached, block_ids, ttl_s, ticket)
+        return publish.begin_publish(self._attached, block_ids, hashes, ttl_s, ticket)
 
-    def withdraw(self, ticket: HandoffTicket) -> bool:
+    def withdraw(self, ticket: HandoffTicket, *, hashes: BlockHashes | None = None) -> bool:
         """Drop what this node's store holds for a ticket that will not be fetched.
 
         From now on nothing is published under it, and a fetch that waits for it ends. Blocks that are still being
         copied for it reach no reader; their slots are given back when the copies have ended.
+
+        Args:
+            ticket: of this client, published or not.
+            hashes: as for `publish`; with others, nothing that was published ends.
 
         Returns:
             Whether this call voided the ticket, published or not. False if it had ended before (fetched, expired,
@@ -465,8 +483,9 @@ class Client:
 
         Raises:
             InvalidRequest: this is not a ticket.
+            NamespaceMismatch, LayoutMismatch: it is of another namespace, part or byte order.
         """
-        return publish.withdraw(self._attached, ticket)
+        return publish.withdraw(self._attached, ticket, hashes)
 
     def fetch(
         self,
@@ -474,6 +493,7 @@ class Client:
         block_ids: object,
         skip_prefix_tokens: int = 0,
         *,
+        hashes: BlockHashes | None = None,
         timeout_s: float | None = None,
         num_copy_threads: int = 0,
     ) -> Job[FetchResult]:
@@ -486,6 +506,9 @@ class Client:
             ticket: of `publish`, `begin_publish` or `prepare_ticket`.
             block_ids: the engine's blocks for the tokens of the ticket's blocks, in order.
             skip_prefix_tokens: see `load`; the blocks of these tokens are moved all the same.
+            hashes: of the blocks that this client wants, of its own making, if they were published with hashes; the
+                last one counts. A ticket of other blocks, or with a changed field, is `not_found` then, and nothing is
+                written. None takes whatever was published without hashes: its sender is trusted.
             timeout_s: give up this long after the call; the configured transfer timeout when None.
             num_copy_threads: see `load`.
 
@@ -498,7 +521,9 @@ class Client:
             LayoutMismatch, InvalidRequest, KernelError: nothing can be copied to the cache, because it was resized, a
                 graph is being captured, or the device failed; nothing was copied, but the ticket may be used up.
         """
-        return fetch.begin_fetch(self._attached, ticket, block_ids, skip_prefix_tokens, timeout_s, num_copy_threads)
+        return fetch.begin_fetch(
+            self._attached, ticket, block_ids, skip_prefix_tokens, hashes, timeout_s, num_copy_threads
+        )
 
     # The end.
 

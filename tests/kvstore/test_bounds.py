@@ -59,7 +59,7 @@ def test_what_is_checked_is_of_the_plain_type():
 def test_a_ticket_holds_plain_values(fields):
     made = ticket(**fields)
     assert HandoffTicket.from_bytes(made.to_bytes()) == made
-    assert len(made.key) == 32
+    assert len(made.name(made.namespace)) == 32
 
 
 @pytest.mark.parametrize(

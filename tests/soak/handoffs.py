@@ -122,13 +122,15 @@ class Handoffs:
         if choice.verb is Verb.BEGIN_PUBLISH:
             self._begin(engine, choice, ids, letter)
         else:
-            ticket = engine.client.publish(ids, ttl_s=choice.ttl_s)
+            ticket = engine.client.publish(ids, hashes=run, ttl_s=choice.ttl_s)
             engine.cache.fill(ids, MINE)
             self._mailbox.send(replace(letter, ticket=ticket, may_be_withdrawn=choice.is_withdrawn), choice.num_copies)
             letter = replace(letter, ticket=ticket)
         if choice.is_withdrawn:
             time.sleep(choice.wait_s)
-            self._voice.counts["hand-offs", "withdrawn"] += engine.client.withdraw(letter.ticket)
+            self._voice.counts["hand-offs", "withdrawn"] += engine.client.withdraw(
+                letter.ticket, hashes=self._run_of(letter)
+            )
 
     def _withdraw_at_once(self, engine: Engine, choice: Choice, ids: list[int], letter: Letter) -> None:
         """Take blocks back at any moment of their publication, on another thread; then nothing of it is kept."""
@@ -138,12 +140,16 @@ class Handoffs:
         def withdraw() -> None:
             time.sleep(choice.wait_s / _MOMENTS)
             with contextlib.suppress(KVStoreError):
-                self._voice.counts["hand-offs", "withdrawn"] += engine.client.withdraw(letter.ticket)
+                self._voice.counts["hand-offs", "withdrawn"] += engine.client.withdraw(
+                    letter.ticket, hashes=self._run_of(letter)
+                )
 
         thread = threading.Thread(target=withdraw, daemon=True)
         thread.start()
         try:
-            publication = engine.client.begin_publish(ids, ttl_s=choice.ttl_s, ticket=letter.ticket)
+            publication = engine.client.begin_publish(
+                ids, hashes=self._run_of(letter), ttl_s=choice.ttl_s, ticket=letter.ticket
+            )
             publication.job.result(_RESULT_S)
         except (InvalidRequest, StoreUnavailable) as error:  # It was withdrawn before, or while it was copied.
             self._voice.counts["hand-offs", f"called off: {type(error).__name__}"] += 1
@@ -158,7 +164,7 @@ class Handoffs:
             ids = list(range(len(run)))
             engine.cache.write(run, ids)
             letter = replace(self._letter(engine, choice), owner=owner, path=path)
-            ticket = engine.client.publish(ids, ttl_s=choice.ttl_s)
+            ticket = engine.client.publish(ids, hashes=run, ttl_s=choice.ttl_s)
             self._mailbox.send(replace(letter, ticket=ticket), choice.num_copies)
             time.sleep(choice.wait_s)
         finally:
@@ -171,13 +177,15 @@ class Handoffs:
             # Of one that is early nobody hears that it is missing.
             self._mailbox.send(replace(letter, may_be_missing=not choice.is_early), choice.num_copies)
             try:
-                publication = engine.client.begin_publish(ids, ttl_s=choice.ttl_s, ticket=letter.ticket)
+                publication = engine.client.begin_publish(
+                    ids, hashes=self._run_of(letter), ttl_s=choice.ttl_s, ticket=letter.ticket
+                )
             except KVStoreError:
                 with contextlib.suppress(KVStoreError):
-                    engine.client.withdraw(letter.ticket)
+                    engine.client.withdraw(letter.ticket, hashes=self._run_of(letter))
                 raise
         else:
-            publication = engine.client.begin_publish(ids, ttl_s=choice.ttl_s)
+            publication = engine.client.begin_publish(ids, hashes=self._run_of(letter), ttl_s=choice.ttl_s)
             self._mailbox.send(replace(letter, ticket=publication.ticket), choice.num_copies)
         publication.job.result(_RESULT_S)
         engine.cache.fill(ids, MINE)
@@ -194,6 +202,9 @@ class Handoffs:
             path=self._path, good_until_s=time.monotonic() + choice.ttl_s, num_clearings=self._weights.num_clearings,
         )  # fmt: skip
 
+    def _run_of(self, letter: Letter) -> BlockHashes:
+        return self._chains[letter.chain][letter.first : letter.first + letter.ticket.num_blocks]
+
     def take(self) -> Letter | None:
         """Take a ticket that somebody sent."""
         letter = self._mailbox.take(self._rng, self._node)
@@ -204,7 +215,7 @@ class Handoffs:
     def begin_fetch(self, engine: Engine, letter: Letter, ids: Sequence[int], skip: int = 0) -> Job[FetchResult]:
         """Fetch into blocks that nothing else uses."""
         engine.cache.fill(ids, POISON)
-        return engine.client.fetch(letter.ticket, list(ids), skip)
+        return engine.client.fetch(letter.ticket, list(ids), skip, hashes=self._run_of(letter))
 
     def fetch(self, engine: Engine, choice: Choice) -> str:
         """Fetch in the way that the verb names, and check what came; returns why the client is of no use any more."""
@@ -229,7 +240,7 @@ class Handoffs:
         return lost
 
     def _check(self, engine: Engine, letter: Letter, ids: list[int], skip: int, result: FetchResult, verb: Verb) -> str:
-        voice, run = self._voice, self._chains[letter.chain][letter.first : letter.first + len(ids)]
+        voice, run = self._voice, self._run_of(letter)
         for wrong in engine.cache.wrong_blocks(run, ids, result.num_blocks, skip):
             voice.finding(f"WRONG BYTES in a fetch, {wrong}; {result} of {letter}")
         if [block_id for failure in result.failed for block_id in failure.block_ids] != ids[result.num_blocks :]:
@@ -252,7 +263,7 @@ class Handoffs:
     def _delivered(self, letter: Letter, verb: Verb) -> None:
         if verb is Verb.FETCH_FORGED:
             self._voice.finding(f"a forged ticket was good: {letter}")
-        elif not self._mailbox.is_first(letter.ticket.key):
+        elif not self._mailbox.is_first(letter.ticket.nonce):
             self._voice.finding(f"a ticket was good for two fetches: {letter}")
 
     def _remember(self, letter: Letter, failure: BlockFailure) -> None:

@@ -105,6 +105,37 @@ def test_each_kind_of_content_changes_every_hash_from_where_it_begins(hashes_of)
     assert all(variants[name][0].common_prefix(plain) == 0 for name in variants if "salt" in name or "lora" in name)
 
 
+def test_each_kind_of_content_behind_the_full_blocks_counts_there(space):
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvstore.integrations.vllm.scheduler_side.keys import tail_digest
+
+    def tail(tokens=TOKENS, **more):
+        made = Request(
+            request_id="r", prompt_token_ids=tokens, sampling_params=SamplingParams(), pooling_params=None, **more
+        )
+        return tail_digest(space, made, {})
+
+    embeds = torch.ones(100, 8)
+    other, early = embeds.clone(), embeds.clone()
+    other[98] += 1
+    early[50] += 1
+    variants = [
+        tail(), tail([*TOKENS[:-1], 5]), tail(TOKENS[:-1]), tail([*TOKENS, 0]), tail([0] * 99), tail([0] * 100),
+        tail(TOKENS[:96]), tail(lora_request=lora("a")), tail(lora_request=lora("b")),
+        tail(mm_features=[image("a", 90)]), tail(mm_features=[image("b", 90)]), tail(mm_features=[image("a", 91)]),
+        tail(mm_features=[image("b", 10), image("a", 97, 2)]), tail(mm_features=[image("b", 10), image("c", 97, 2)]),
+        tail(None, prompt_embeds=embeds), tail(None, prompt_embeds=other), tail(None, prompt_embeds=embeds[:99]),
+    ]  # fmt: skip
+    assert len(set(variants)) == len(variants)
+    assert tail() == tail(), "nothing of the process"
+    assert tail(mm_features=[image("a", 10)]) == tail(), "what is before is in the hashes of the blocks"
+    assert tail(None, prompt_embeds=embeds) == tail(None, prompt_embeds=early)
+    short = [tail(TOKENS[:10]), tail(TOKENS[:10], cache_salt="a"), tail(TOKENS[:10], cache_salt="b")]
+    assert len(set(short)) == 3, "a prompt without a full block has its salt here"
+
+
 def test_an_answer_continues_the_prompt(hashes_of, space):
     from vllm import SamplingParams
     from vllm.v1.request import Request

@@ -24,7 +24,7 @@ def test_params_that_are_no_mapping_count_as_none(params, caplog):
 def test_what_came_along_is_logged_in_a_few_characters(caplog):
     side = scheduler_side()
     for at, params in enumerate(
-        ["x" * 100_000, {"do_remote_prefill": True, "raykv_ticket": {"parts": ["!" * 100_000], "last_hash": "00"}}]
+        ["x" * 100_000, {"do_remote_prefill": True, "raykv_ticket": {"parts": ["!" * 100_000]}}]
     ):
         side.begin(request(str(at), kv_transfer_params=params))
     assert side.stats.total()["num_bad_tickets"] == 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.blocks.chunking import plan_stage_chunks
 from kvstore.blocks.codec import encode
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.bounds import MAX_COPY_THREADS, check_count
@@ -40,7 +40,7 @@ from kvstore.rpc.messages import STAGE_BIT
 from kvstore.runtime import clock
 
 
-def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, int, int]) -> None:
+def check_ticket(attached: Attachment, ticket: HandoffTicket) -> None:
     """Refuse a ticket that this client cannot fetch, without asking its store.
 
     Raises:
@@ -48,6 +48,7 @@ def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, 
         NamespaceMismatch: it is of another namespace.
         LayoutMismatch: it is of another part of the blocks, or of another byte order.
     """
+    space, part = attached.space, attached.part.ranks
     if not isinstance(ticket, HandoffTicket):
         raise InvalidRequest(f"ticket: wanted a HandoffTicket of Client.publish, got {type(ticket).__name__}")
     if ticket.namespace != space.digest:
@@ -64,11 +65,23 @@ def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, 
         )
 
 
+def name_of(attached: Attachment, ticket: HandoffTicket, hashes: BlockHashes | None) -> bytes:
+    """Return the name of a ticket's blocks; only what this client knows by itself says what they are.
+
+    Raises:
+        InvalidRequest, NamespaceMismatch: these are no hashes, or of another namespace.
+    """
+    space = attached.space
+    last_hash = b"" if hashes is None else attached.chain(hashes).end(space.digest, "hashes")[1]
+    return ticket.name(space.digest, last_hash)
+
+
 def begin_fetch(
     attached: Attachment,
     ticket: HandoffTicket,
     block_ids: object,
     skip_tokens: int,
+    hashes: BlockHashes | None,
     timeout_s: float | None,
     num_copy_threads: int,
 ) -> Job[FetchResult]:
@@ -86,7 +99,8 @@ def begin_fetch(
                 # First of all, so that the store wakes meanwhile.
                 with contextlib.suppress(PeerLost):
                     connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
-        check_ticket(ticket, attached.space, attached.part.ranks)
+        check_ticket(attached, ticket)
+        name = name_of(attached, ticket, hashes)
         limit_s = attached.transfer_s(timeout_s)
         num_copy_threads = check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
         deadline_s = clock.now_s() + limit_s
@@ -98,7 +112,7 @@ def begin_fetch(
             # Ask early: the rest of this call takes as long as the store and its peer need to answer.
             with contextlib.suppress(PeerLost):
                 left_s = max(0.0, deadline_s - clock.now_s())
-                asked.append(_ask(held, connection, stage, ticket, config, left_s))
+                asked.append(_ask(held, connection, stage, ticket, name, config, left_s))
         pages = ordered(pages, copier, num_copy_threads)
         copier.check_unchanged()
         guard = CopyGuard(pages.order)
@@ -109,7 +123,7 @@ def begin_fetch(
                     if (left_s := deadline_s - clock.now_s()) <= 0:
                         return _failed(pages, ticket, num_skipped, TIMED_OUT_IN_QUEUE)
                     connection = held.enter_context(store.for_fetches.taken())
-                    asked.append(_ask(held, connection, stage, ticket, config, left_s))
+                    asked.append(_ask(held, connection, stage, ticket, name, config, left_s))
                     yield asked[0].awaited()
             except (StoreUnavailable, TransferError) as error:
                 return _failed(pages, ticket, num_skipped, f"store_lost: {error}")
@@ -170,6 +184,7 @@ def _ask(
     connection: ControlClient,
     stage: AttachedStage | None,
     ticket: HandoffTicket,
+    name: bytes,
     config: StoreConfig,
     timeout_s: float,
 ) -> Asked:
@@ -182,7 +197,7 @@ def _ask(
     """
     ttl_s, asked_s = config.lease_ttl_s, clock.now_s()
     request = FetchRequest(
-        key=ticket.key,
+        key=name,
         namespace=ticket.namespace,
         epoch=ticket.epoch,
         node_id=ticket.node_id,

@@ -70,6 +70,7 @@ class Publishing:
 
     Args:
         ticket: the ticket under which they are published.
+        name: of the ticket, with what its blocks are.
         block_ids: the engine's blocks; not read before `order`.
         copier: copies between the engine's cache and the memory of the slots.
         stage: that memory; None for the arena.
@@ -84,6 +85,7 @@ class Publishing:
     def __init__(
         self,
         ticket: HandoffTicket,
+        name: bytes,
         block_ids: object,
         copier: EngineCopier,
         stage: AttachedStage | None,
@@ -91,7 +93,7 @@ class Publishing:
         ttl_s: float,
         num_clears: int,
     ) -> None:
-        self.ticket, self._key, self._writer = ticket, ticket.key, secrets.randbits(64)
+        self.ticket, self.name, self._writer = ticket, name, secrets.randbits(64)
         self._block_ids, self._copier, self.stage, self._store = block_ids, copier, stage, store
         self._ttl_s, self._num_clears = ttl_s, num_clears
         self._slots: IndexArray = np.empty(0, np.int32)
@@ -123,7 +125,7 @@ class Publishing:
         ticket, stage = self.ticket, self.stage
         slab, generation = (stage.slab, stage.generation) if stage is not None else (0, 0)
         question = PrepareHandoff(
-            self._key, self._writer, ticket.namespace, ticket.num_blocks, slab, generation, self._num_clears
+            self.name, self._writer, ticket.namespace, ticket.num_blocks, slab, generation, self._num_clears
         )
         try:
             slots = decode_indexes(ask(Op.HANDOFF_PREPARE, encode(question)))
@@ -181,14 +183,14 @@ class Publishing:
                 if self.stage.copier.await_begun(self.pages):
                     # The blocks were still being computed. Wake a waiting reader while they are packed.
                     with contextlib.suppress(KVStoreError):
-                        self._store.say(Op.HANDOFF_PACKING, encode(self._key))
+                        self._store.say(Op.HANDOFF_PACKING, encode(self.name))
                 self.stage.copier.finish(self.pages)
             else:
                 with self.guard.copying:
                     self.guard.check()
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
             self._copier.check_unchanged()
-            payload = encode(CompleteHandoff(self._key, self._writer, self._ttl_s))
+            payload = encode(CompleteHandoff(self.name, self._writer, self._ttl_s))
             kept = decode_count(self._store.call(Op.HANDOFF_COMPLETE, payload))
         except CopyStuck:
             raise
@@ -215,4 +217,4 @@ class Publishing:
 
     def _void(self) -> None:
         """Tell the store, again if needed, that no copy of this runs any more: only this publisher knows."""
-        self._store.retelling.tell(Op.HANDOFF_ABORT, encode(AbortHandoff(self._key, self._writer)))
+        self._store.retelling.tell(Op.HANDOFF_ABORT, encode(AbortHandoff(self.name, self._writer)))

@@ -9,10 +9,11 @@ import math
 from dataclasses import replace
 
 from kvstore.blocks.codec import decode_count, encode
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.bounds import check_count, check_ttl
 from kvstore.client.attachment import Attachment
-from kvstore.client.handoff.fetch import check_ticket
+from kvstore.client.handoff.fetch import check_ticket, name_of
 from kvstore.client.handoff.publication import Publishing, num_published
 from kvstore.client.handoff.stage_link import AttachedStage, StageLink
 from kvstore.client.job import Job
@@ -43,12 +44,16 @@ def prepare_ticket(attached: Attachment, num_blocks: int, ttl_s: float | None) -
 
 
 def publish(
-    attached: Attachment, block_ids: object, ttl_s: float | None, ticket: HandoffTicket | None
+    attached: Attachment,
+    block_ids: object,
+    hashes: BlockHashes | None,
+    ttl_s: float | None,
+    ticket: HandoffTicket | None,
 ) -> HandoffTicket:
     """Do what `Client.publish` says."""
     keep_s = _keep_s(attached, ttl_s)
     _check_named(attached, ticket)
-    begun = _begin_in_stage(attached, block_ids, keep_s, ticket)
+    begun = _begin_in_stage(attached, block_ids, hashes, keep_s, ticket)
     if begun is not None:
         publishing, completing = begun
         try:
@@ -65,7 +70,7 @@ def publish(
             _call_off(attached, publishing, completing)
             raise
         return publishing.ticket
-    publishing, store = _publishing(attached, block_ids, keep_s, ticket), attached.store
+    publishing, store = _publishing(attached, block_ids, hashes, keep_s, ticket), attached.store
     publishing.order()
 
     def run() -> HandoffTicket:
@@ -86,14 +91,18 @@ def publish(
 
 
 def begin_publish(
-    attached: Attachment, block_ids: object, ttl_s: float | None, ticket: HandoffTicket | None
+    attached: Attachment,
+    block_ids: object,
+    hashes: BlockHashes | None,
+    ttl_s: float | None,
+    ticket: HandoffTicket | None,
 ) -> Publication:
     """Do what `Client.begin_publish` says."""
     keep_s = _keep_s(attached, ttl_s)
     _check_named(attached, ticket)
-    begun = _begin_in_stage(attached, block_ids, keep_s, ticket)
+    begun = _begin_in_stage(attached, block_ids, hashes, keep_s, ticket)
     if begun is None:
-        publishing = _publishing(attached, block_ids, keep_s, ticket)
+        publishing = _publishing(attached, block_ids, hashes, keep_s, ticket)
         publishing.order()
         completing = _completing(attached, publishing)
     else:
@@ -110,7 +119,7 @@ def begin_publish(
 
 
 def _begin_in_stage(
-    attached: Attachment, block_ids: object, keep_s: float, named: HandoffTicket | None
+    attached: Attachment, block_ids: object, hashes: BlockHashes | None, keep_s: float, named: HandoffTicket | None
 ) -> tuple[Publishing, Work[HandoffTicket]] | None:
     """Queue the copies into the stage, which stays mapped for them. Return None if the arena has to be used."""
     link = attached.stage
@@ -121,7 +130,7 @@ def _begin_in_stage(
     try:
         if named is None or named.slab == stage.slab:
             _wake_store(attached)  # The store wakes while the question is made.
-            publishing = _publishing(attached, block_ids, keep_s, named, stage)
+            publishing = _publishing(attached, block_ids, hashes, keep_s, named, stage)
             completing = _completing(attached, publishing, link)
             # Before copies are queued: else `close` could give their slots back while they run.
             attached.threads.expect(completing)
@@ -192,7 +201,7 @@ def _call_off(attached: Attachment, publishing: Publishing, work: Work[HandoffTi
     """Call a publication off after an interrupt of its caller, so that nothing of it is delivered."""
     call_off(attached.threads, work, publishing.guard)
     with contextlib.suppress(KVStoreError):
-        withdraw(attached, publishing.ticket)
+        _withdraw(attached, publishing.name)
 
 
 def _keep_s(attached: Attachment, ttl_s: float | None) -> float:
@@ -209,7 +218,7 @@ def _check_named(attached: Attachment, ticket: HandoffTicket | None) -> None:
     if ticket is None:
         return
     store = attached.store
-    check_ticket(ticket, attached.space, attached.part.ranks)
+    check_ticket(attached, ticket)
     if (ticket.node_id, ticket.epoch.hex()) != (store.node_id, store.epoch):
         raise InvalidRequest(
             f"ticket: wanted one of this client's store (node {store.node_id}, epoch {store.epoch}), got one of node "
@@ -236,6 +245,7 @@ def _ticket(
 def _publishing(
     attached: Attachment,
     block_ids: object,
+    hashes: BlockHashes | None,
     keep_s: float,
     named: HandoffTicket | None,
     stage: AttachedStage | None = None,
@@ -247,16 +257,20 @@ def _publishing(
         num_blocks = num_published(block_ids, copier.layout.block_size, space.shape.block_size)
         ticket = _ticket(attached, num_blocks, keep_s, stage.slab if stage else 0)
     chosen, num_clears = copier if stage is None else stage.copier, attached.clears.get(space.digest)
-    return Publishing(ticket, block_ids, chosen, stage, attached.store, keep_s, num_clears)
+    name = name_of(attached, ticket, hashes)
+    return Publishing(ticket, name, block_ids, chosen, stage, attached.store, keep_s, num_clears)
 
 
-def withdraw(attached: Attachment, ticket: HandoffTicket) -> bool:
+def withdraw(attached: Attachment, ticket: HandoffTicket, hashes: BlockHashes | None) -> bool:
     """Do what `Client.withdraw` says."""
-    if not isinstance(ticket, HandoffTicket):
-        raise InvalidRequest(f"ticket: wanted a HandoffTicket of Client.publish, got {type(ticket).__name__}")
+    check_ticket(attached, ticket)
     if (ticket.node_id, ticket.epoch.hex()) != (attached.store.node_id, attached.store.epoch):
         return False
-    return bool(decode_count(attached.store.call(Op.HANDOFF_WITHDRAW, encode(ticket.key))))
+    return _withdraw(attached, name_of(attached, ticket, hashes))
+
+
+def _withdraw(attached: Attachment, name: bytes) -> bool:
+    return bool(decode_count(attached.store.call(Op.HANDOFF_WITHDRAW, encode(name))))
 
 
 def _forget(expected: Work[HandoffTicket] | None) -> None:

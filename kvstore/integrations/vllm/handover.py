@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
@@ -38,53 +37,29 @@ class Desk:
     slab: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
-    """The full blocks of a prompt, on their way from one engine to another.
+def to_params(tickets: Sequence[HandoffTicket]) -> dict[str, Any]:
+    """Return the `kv_transfer_params` for the decode engine; plain values, for JSON.
+
+    They do not say what the blocks are: both engines make the hashes from the prompt that each of them has.
 
     Args:
         tickets: one for each worker, by rank; each is good for that worker's part of all blocks.
-        last_hash: of the last block. It covers all tokens up to there and everything else that decides their KV. So a
-            request never gets blocks of another prompt, even if its params were changed on the way.
     """
+    parts = [base64.b64encode(ticket.to_bytes()).decode() for ticket in tickets]
+    return {DO_PREFILL: True, DO_DECODE: False, TICKET: {"parts": parts}}
 
-    tickets: tuple[HandoffTicket, ...]
-    last_hash: bytes
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks, counted from the prompt's first token."""
-        return self.tickets[0].num_blocks
+def from_params(params: Mapping[str, Any]) -> tuple[HandoffTicket, ...]:
+    """Return the tickets that `to_params` wrote.
 
-    def is_for(self, hashes: BlockHashes) -> bool:
-        """Whether these are blocks of the prompt with these hashes."""
-        return self.num_blocks <= len(hashes) and hashes[self.num_blocks - 1] == self.last_hash
-
-    def to_params(self) -> dict[str, Any]:
-        """Return the `kv_transfer_params` for the decode engine; plain values, for JSON."""
-        parts = [base64.b64encode(ticket.to_bytes()).decode() for ticket in self.tickets]
-        return {DO_PREFILL: True, DO_DECODE: False, TICKET: {"parts": parts, "last_hash": self.last_hash.hex()}}
-
-    @staticmethod
-    def from_params(params: Mapping[str, Any]) -> Handover:
-        """Return the hand-off that `to_params` wrote.
-
-        Raises:
-            InvalidRequest: `to_params` did not make these params.
-        """
-        try:
-            value = params[TICKET]
-            parts = [base64.b64decode(part, validate=True) for part in value["parts"]]
-            last_hash = bytes.fromhex(value["last_hash"])
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            raise InvalidRequest(
-                f"kv_transfer_params[{TICKET!r}]: wanted what a prefill engine with RaykvConnector answered, got "
-                f"{clip(params.get(TICKET))} ({type(error).__name__}: {error}); pass its params on as they are"
-            ) from error
-        tickets = tuple(HandoffTicket.from_bytes(part) for part in parts)
-        if not tickets or len({ticket.num_blocks for ticket in tickets}) > 1 or tickets[0].num_blocks < 1:
-            raise InvalidRequest(
-                f"kv_transfer_params[{TICKET!r}]: wanted tickets of the same blocks for each worker, got tickets of "
-                f"{clip([ticket.num_blocks for ticket in tickets])} blocks; pass the params on as they are"
-            )
-        return Handover(tickets=tickets, last_hash=last_hash)
+    Raises:
+        InvalidRequest: `to_params` did not make these params.
+    """
+    try:
+        parts = [base64.b64decode(part, validate=True) for part in params[TICKET]["parts"]]
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise InvalidRequest(
+            f"kv_transfer_params[{TICKET!r}]: wanted what a prefill engine with RaykvConnector answered, got "
+            f"{clip(params.get(TICKET))} ({type(error).__name__}: {error}); pass its params on as they are"
+        ) from error
+    return tuple(HandoffTicket.from_bytes(part) for part in parts)

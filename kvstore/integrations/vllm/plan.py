@@ -32,6 +32,7 @@ class LoadPlan:
         block_ids: the engine's blocks for their tokens.
         num_engine_tokens: tokens at the front that the engine has already, in blocks that other requests may read.
         tickets: of a hand-off, one for each worker; the load then fetches these blocks instead of stored ones.
+        prompt: of a hand-off, a run whose last hash is that of the whole prompt, as this engine has it.
         priority: of the request; see `Client.load`.
     """
 
@@ -40,6 +41,7 @@ class LoadPlan:
     block_ids: list[int]
     num_engine_tokens: int
     tickets: tuple[HandoffTicket, ...] = ()
+    prompt: BlockHashes | None = None
     priority: Priority = Priority.NORMAL
 
 
@@ -52,6 +54,7 @@ class SavePlan:
         hashes: from the root of the chain on, so that blocks evicted meanwhile are stored again.
         block_ids: the engine's blocks for their tokens.
         tickets: under which each worker publishes these blocks instead, by rank, to hand them off.
+        prompt: as for `LoadPlan`.
         priority: of the stored blocks.
         priority_s: see `Client.save`.
     """
@@ -60,6 +63,7 @@ class SavePlan:
     hashes: BlockHashes
     block_ids: list[int]
     tickets: tuple[HandoffTicket, ...] = ()
+    prompt: BlockHashes | None = None
     priority: Priority = Priority.NORMAL
     priority_s: float | None = None
 

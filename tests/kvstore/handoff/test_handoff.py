@@ -61,7 +61,8 @@ def test_a_published_block_is_found_by_nobody(cluster, pair):
     ticket = source.client.publish(range(4))
     core = cluster.nodes["a"]
     assert source.client.lookup(hashes).num_blocks == 0
-    assert core.state.pool_service.lookup(BlockHashes(ticket.key, ticket.key, 0, ticket.key)) == 0
+    name = ticket.name(ticket.namespace)
+    assert core.state.pool_service.lookup(BlockHashes(name, name, 0, name)) == 0
     assert core.pool.resident_hashes() == []
     assert core.pool.drain_events() == []
     assert target.load(hashes, range(4)).num_blocks == 0

@@ -158,8 +158,8 @@ def asked_claim(nodes, ticket, connection, then=lambda found: None):
     """A claim whose question was sent on this connection, and whose answer nobody looks for."""
     _, target, peers = nodes
     request = FetchRequest(
-        key=ticket.key, namespace=ticket.namespace, epoch=ticket.epoch, node_id="a", num_blocks=3, ttl_s=5.0,
-        timeout_s=0.3, from_slab=0, slab=0, generation=0, is_early=False,
+        key=ticket.name(ticket.namespace), namespace=ticket.namespace, epoch=ticket.epoch, node_id="a", num_blocks=3,
+        ttl_s=5.0, timeout_s=0.3, from_slab=0, slab=0, generation=0, is_early=False,
     )  # fmt: skip
     server = SimpleNamespace(watch=lambda *_: None, unwatch=lambda *_: None)
     context = SimpleNamespace(config=target.client.config, peers=peers, server=server)
@@ -199,8 +199,8 @@ def test_a_question_that_is_given_up_while_its_blocks_are_awaited_waits_no_more(
     source, _, peers = nodes
     ticket, waiting = source.prepare_ticket(3), cluster.nodes["a"].control.handoffs.waiting
     wanted = PeerClaim(
-        key=ticket.key, namespace=ticket.namespace, num_blocks=3, block_bytes=ticket.block_bytes, slot_format=1,
-        namespace_version=0, ttl_s=5.0, wait_s=60.0, to_host=True, is_early=True,
+        key=ticket.name(ticket.namespace), namespace=ticket.namespace, num_blocks=3, block_bytes=ticket.block_bytes,
+        slot_format=1, namespace_version=0, ttl_s=5.0, wait_s=60.0, to_host=True, is_early=True,
     )  # fmt: skip
     connection = peers.take_spare(peers.get("a"))
     question = connection.ask(Op.PEER_CLAIM, encode(wanted))

@@ -97,7 +97,7 @@ def test_who_knows_the_ticket_cannot_say_that_its_publisher_has_ended(cluster, t
     core, copies = cluster.nodes["a"], SlowCopies(publisher.client)
     publication = publisher.client.begin_publish(range(8))
     assert copies.begun.wait(5)
-    key = publication.ticket.key
+    key = publication.ticket.name(publication.ticket.namespace)
     payload = encode(AbortHandoff(key, 1)) if op is Op.HANDOFF_ABORT else encode(CompleteHandoff(key, 1, 5.0))
     assert decode_count(parts_of(other.client).store.call(op, payload)) == 0
     assert core.pool.stats().num_writing == 8

@@ -6,6 +6,7 @@ from poolcheck.mutant import EXPLORER, Mutant, bug
 from poolcheck.patch import Patch
 
 _TABLE, _WRITERS = "kvstore.handoff.table", "tests/kvstore/handoff/test_slot_writers.py"
+_TICKET, _CONTENT = "kvstore.blocks.ticket", "tests/kvstore/handoff/test_named_by_content.py"
 
 HANDOFFS: tuple[Mutant, ...] = (
     bug(
@@ -76,6 +77,30 @@ HANDOFFS: tuple[Mutant, ...] = (
         "            if handoff is None or handoff.claim_owner != owner:\n",
         "            if handoff is None:\n",
         f"{_WRITERS}::test_a_claim_is_ended_by_its_reader_alone",
+    ),
+    bug(
+        "a ticket's name is without its holder's hash",
+        "ours: a client sent its own ticket with another prompt",
+        _TICKET,
+        " + fields + last_hash).digest()",
+        " + fields).digest()",
+        f"{_CONTENT}::test_a_forged_ticket_brings_nothing_and_harms_nothing[two nodes-with another prompt]",
+    ),
+    bug(
+        "a ticket's name is without its number of blocks",
+        "ours",
+        _TICKET,
+        '{"expires_s": 0.0, "namespace": namespace}',
+        '{"expires_s": 0.0, "namespace": namespace, "num_blocks": 1}',
+        f"{_CONTENT}::test_a_forged_ticket_brings_nothing_and_harms_nothing[one node-fewer blocks, all hashes]",
+    ),
+    bug(
+        "a prompt of no block trusts every ticket",
+        "ours",
+        "kvstore.client.handoff.fetch",
+        'attached.chain(hashes).end(space.digest, "hashes")[1]',
+        "attached.chain(hashes).data[-32:]",
+        f"{_CONTENT}::test_blocks_that_were_published_without_hashes_are_not_taken_for_any",
     ),
     bug(
         "who knows the ticket ends its writing",

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvstore.blocks.chain import HASH_BYTES, BlockHashes
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult, MissReason, SaveResult
-from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, NamespaceMismatch, PoolExhausted, UnsupportedModel
+from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, PoolExhausted, UnsupportedModel
 from kvstore.integrations.transformers.identity import Snapshot
 from kvstore.integrations.transformers.paged.clients import GroupClients, spaces_of
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
@@ -41,16 +41,15 @@ class BroughtTokens:
 class PagedTicket:
     """A hand-off of the first tokens of a request. It may be pickled and sent.
 
+    It does not say which tokens: publisher and reader each name them by their hashes. Of each group the last blocks
+    before token `num_tokens` are handed off, as many as its ticket says.
+
     Args:
         num_tokens: how many tokens; whole blocks.
-        last_hash: of the last of these blocks, which no other tokens have.
-        first_tokens: for each group the first token that is handed off.
         tickets: for each group.
     """
 
     num_tokens: int
-    last_hash: bytes
-    first_tokens: tuple[int, ...]
     tickets: tuple[HandoffTicket, ...]
 
 
@@ -212,52 +211,50 @@ class PagedStore:
         num_tokens = num_computed_tokens // self.block_size * self.block_size
         if not num_tokens or not self._is_same():
             return None
-        last_hash = self._last_hash(tokens, num_tokens)
-        first_tokens, tickets = [], list[HandoffTicket]()
+        chains, tickets = self._chains(tokens[:num_tokens]), list[HandoffTicket]()
         with self._clients.opened() as clients:
             try:
-                for group, client in enumerate(clients):
+                for group, (client, chain) in enumerate(zip(clients, chains, strict=True)):
                     run = self._run(request, group, 0, num_tokens, only_window=True)
-                    first_tokens.append(run.first * self.block_size)
-                    ticket = client.prepare_ticket(run.stop - run.first)
-                    tickets.append(client.publish(run.pages, ticket=ticket))
+                    # Nobody has it before its blocks are there: for other tokens it is missed at once.
+                    ticket = replace(client.prepare_ticket(run.stop - run.first), is_early=False)
+                    tickets.append(client.publish(run.pages, hashes=chain, ticket=ticket))
             except BaseException:
-                for client, ticket in zip(clients, tickets, strict=False):
+                for client, chain, ticket in zip(clients, chains, tickets, strict=False):
                     with contextlib.suppress(KVStoreError):  # The first error says why.
-                        client.withdraw(ticket)
+                        client.withdraw(ticket, hashes=chain)
                 raise
-        return PagedTicket(
-            num_tokens=num_tokens,
-            last_hash=last_hash,
-            first_tokens=tuple(first_tokens),
-            tickets=tuple(tickets),
-        )
+        return PagedTicket(num_tokens=num_tokens, tickets=tuple(tickets))
 
     def fetch(self, request: PagedRequest, tokens: Sequence[int], ticket: PagedTicket) -> BroughtTokens:
         """Bring handed-off tokens behind what the request has: all of them, or none.
 
+        A ticket that was published for other tokens, or was changed, brings nothing: `not_found`.
+
         Args:
             request: right after `acquire`, or after a copy. It gets slots for what is brought.
-            tokens: of the prompt; they begin with those of the ticket.
+            tokens: of the prompt; they begin with those that were published.
             ticket: of `publish` of a worker with the same model, block size and salt.
 
         Raises:
-            InvalidRequest: the ticket is of other tokens or groups, or its windows do not begin at a page here; nothing
-                was changed.
+            InvalidRequest: the ticket is of more tokens or other groups, or its windows do not begin at a page here;
+                nothing was changed.
             NamespaceMismatch, KVStoreError: as for `Client.fetch`; the request was not changed.
         """
-        size = self._cache.page_size
-        if len(ticket.tickets) != len(self.spaces) or any(first % size for first in ticket.first_tokens):
+        size, before, target = self._cache.page_size, request.num_tokens, ticket.num_tokens
+        first_tokens = [target - part.num_blocks * self.block_size for part in ticket.tickets]
+        if len(ticket.tickets) != len(self.spaces) or any(first % size for first in first_tokens):
             raise InvalidRequest(
                 f"fetch: wanted a ticket of {len(self.spaces)} groups that begin at pages of {size} tokens, got one "
-                f"of {len(ticket.tickets)} that begin at tokens {list(ticket.first_tokens)}; take one page size on "
-                "both sides for models with windows"
+                f"of {len(ticket.tickets)} that begin at tokens {first_tokens}; take one page size on both sides for "
+                "models with windows"
             )
-        before, target = request.num_tokens, ticket.num_tokens
-        if ticket.tickets[0].namespace != self.spaces[0].digest:
-            raise NamespaceMismatch("fetch: wanted a ticket of this model, revision and salt, got one of others")
-        if ticket.last_hash != self._last_hash(tokens, target):
-            raise InvalidRequest(f"fetch: wanted a ticket of this prompt, got one of {target} other tokens")
+        chains = self._chains(tokens[:target])
+        if len(chains[0]) * self.block_size != target:
+            raise InvalidRequest(
+                f"fetch: wanted a ticket of this prompt's {len(tokens)} tokens or fewer, in blocks of "
+                f"{self.block_size}, got one of {target}"
+            )
         if target <= before or not self._is_same():
             return BroughtTokens(num_tokens=0)
         with self._clients.opened() as clients:
@@ -265,12 +262,13 @@ class PagedStore:
             num_accepted = 0
             try:
                 jobs: list[Callable[[], Job[Any]]] = []
-                for group, (client, first) in enumerate(zip(clients, ticket.first_tokens, strict=True)):
+                for group, (client, first) in enumerate(zip(clients, first_tokens, strict=True)):
                     needed = max(before, self._window(group, target))
-                    if first > needed:
+                    if not 0 <= first <= needed:
                         raise InvalidRequest(f"fetch: wanted a ticket from token {needed} on, got one from {first}")
-                    pages = request.pages(group)[first // size : -(-target // size)]
-                    jobs.append(partial(client.fetch, ticket.tickets[group], pages.tolist(), max(0, before - first)))
+                    pages = request.pages(group)[first // size : -(-target // size)].tolist()
+                    part, num_own = ticket.tickets[group], max(0, before - first)
+                    jobs.append(partial(client.fetch, part, pages, num_own, hashes=chains[group]))
                 results = self._wait(jobs)
                 if all(
                     result.num_blocks == part.num_blocks for result, part in zip(results, ticket.tickets, strict=True)
@@ -280,10 +278,17 @@ class PagedStore:
                 request.complete_step(num_accepted)
         return BroughtTokens(num_tokens=num_accepted, results=results)
 
-    def withdraw(self, ticket: PagedTicket) -> bool:
-        """Drop what this worker published for a ticket that will not be fetched; returns whether it was still held."""
+    def withdraw(self, ticket: PagedTicket, tokens: Sequence[int]) -> bool:
+        """Drop what this worker published for a ticket that will not be fetched; returns whether it was still held.
+
+        Args:
+            ticket: of `publish`.
+            tokens: of the request, as for `publish`.
+        """
+        chains = self._chains(tokens[: ticket.num_tokens])
         with self._clients.opened() as clients:
-            return any([client.withdraw(part) for client, part in zip(clients, ticket.tickets, strict=True)])
+            parts = zip(clients, ticket.tickets, chains, strict=True)
+            return any([client.withdraw(part, hashes=chain) for client, part, chain in parts])
 
     def close(self) -> None:
         """Give everything back to the store; may be called again."""
@@ -304,9 +309,6 @@ class PagedStore:
 
     def _chains(self, tokens: Sequence[int]) -> list[BlockHashes]:
         return [space.block_hashes(tokens) for space in self.spaces]
-
-    def _last_hash(self, tokens: Sequence[int], num_tokens: int) -> bytes:
-        return self.spaces[0].block_hashes(tokens[:num_tokens]).data[-HASH_BYTES:]
 
     def _run(self, request: PagedRequest, group: int, before: int, target: int, *, only_window: bool = False) -> _Run:
         """Return the blocks up to token `target` that the request lacks, or has pages for, and these pages."""

@@ -12,8 +12,9 @@ from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
-from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, Handover
+from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, from_params, to_params
 from kvstore.integrations.vllm.plan import SavePlan, StepPlan
+from kvstore.integrations.vllm.scheduler_side.keys import tail_digest
 from kvstore.integrations.vllm.scheduler_side.priority import read_priority
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 from kvstore.integrations.vllm.stats import Stats
@@ -67,20 +68,23 @@ class HandoffSide:
         if not self._is_alone:
             return
         tracked.may_publish = self._publishes and bool(params.get(DO_DECODE))
+        if tracked.may_publish or params.get(DO_PREFILL):
+            tracked.tail = tail_digest(self._space, tracked.request, tracked.media)
         if not params.get(DO_PREFILL) or not tracked.may_load:
             return
         try:
-            tracked.arriving = Handover.from_params(params)
-            self._check(tracked.arriving)
+            tracked.arriving = self._usable(from_params(params), tracked.request.num_prompt_tokens)
         except InvalidRequest as error:
             self._drop(tracked, f"ticket: {error}")
 
-    def num_arriving(self, tracked: Tracked, hashes: BlockHashes) -> int:
-        """Return how many blocks a request has tickets for; drops tickets that are for another prompt."""
-        if tracked.arriving is not None and tracked.arriving.is_for(hashes):
-            return tracked.arriving.num_blocks
-        self._drop(tracked, "ticket, which is for another prompt")
-        return 0
+    def prompt_of(self, tracked: Tracked) -> BlockHashes:
+        """Return a run of one hash, of a handed-off prompt's full blocks and of what is behind them.
+
+        Each engine makes it from the request that it has itself, so it does not matter what came along with a ticket.
+        """
+        assert tracked.hashes is not None, "vLLM gave blocks to what was matched"
+        full = tracked.hashes[: tracked.request.num_prompt_tokens // self._space.shape.block_size]
+        return self._space.wrap([full[-1] + tracked.tail], full)
 
     def plan(self, plan: StepPlan, tracked: Tracked, begin: int, end: int) -> None:
         """Plan a prompt's hand-off in the step that computes its last token; tokens [begin, end).
@@ -92,38 +96,42 @@ class HandoffSide:
             return
         size = self._space.shape.block_size
         num_blocks = num_tokens // size
-        hashes = tracked.hashes[:num_blocks]
-        tracked.leaving = self._name(hashes)
-        if tracked.leaving is None:
+        tracked.leaving = self._tickets(num_blocks)
+        if not tracked.leaving:
             return
         ids = tracked.block_ids[: -(-num_blocks * size // self._engine_block_size)]
-        req_id, tickets = tracked.request.request_id, tracked.leaving.tickets
-        plan.publications.append(SavePlan(req_id=req_id, hashes=hashes, block_ids=ids, tickets=tickets))
+        publication = SavePlan(
+            req_id=tracked.request.request_id,
+            hashes=tracked.hashes[:num_blocks],
+            block_ids=ids,
+            tickets=tracked.leaving,
+            prompt=self.prompt_of(tracked),
+        )
+        plan.publications.append(publication)
         tracked.num_saves_open += self._num_workers
 
     def end(self, plan: StepPlan, tracked: Tracked) -> dict[str, Any] | None:
         """Return the params of an ended request for the engine that decodes it; None when it is not handed off."""
-        if tracked.leaving is None:
+        if not tracked.leaving:
             return None
         if tracked.request.status in _ENDED_WELL:
-            return tracked.leaving.to_params()
+            return to_params(tracked.leaving)
         plan.withdrawn.add(tracked.request.request_id)
         return None
 
     def _drop(self, tracked: Tracked, what: str) -> None:
-        tracked.arriving = None
         self._stats.count("num_bad_tickets")
         logger.error("request %s goes on without its %s", tracked.request.request_id, what)
 
-    def _name(self, hashes: BlockHashes) -> Handover | None:
-        if len(self._desks) < self._num_workers or not len(hashes):
-            return None
-        tickets = tuple(
+    def _tickets(self, num_blocks: int) -> tuple[HandoffTicket, ...]:
+        if len(self._desks) < self._num_workers or not num_blocks:
+            return ()
+        return tuple(
             HandoffTicket(
                 node_id=desk.node_id,
                 epoch=bytes.fromhex(desk.epoch),
                 namespace=self._space.digest,
-                num_blocks=len(hashes),
+                num_blocks=num_blocks,
                 block_bytes=self._space.shape.block_bytes,
                 expires_s=expiry_after(self._ttl_s),
                 part=desk.part,
@@ -131,18 +139,27 @@ class HandoffSide:
             )
             for _, desk in sorted(self._desks.items())
         )
-        return Handover(tickets=tickets, last_hash=hashes[len(hashes) - 1])
 
-    def _check(self, handover: Handover) -> None:
-        if (theirs := handover.tickets[0].namespace) != self._space.digest:
+    def _usable(self, tickets: tuple[HandoffTicket, ...], num_prompt_tokens: int) -> tuple[HandoffTicket, ...]:
+        """Return tickets; refuse those that are of no use to any prompt of this length here."""
+        if (spaces := {ticket.namespace for ticket in tickets}) != {self._space.digest}:
             raise InvalidRequest(
                 f"kv_transfer_params[{TICKET!r}]: wanted blocks of namespace {self._space.digest.hex()[:16]}, got "
-                f"{theirs.hex()[:16]}; prefill and decode need the same model, dtype, stored block_size and salt"
+                f"{clip(sorted(space.hex()[:16] for space in spaces))}; prefill and decode need the same model, dtype, "
+                "stored block_size and salt"
             )
         here = [desk.part for _, desk in sorted(self._desks.items())]
-        if (there := [ticket.part for ticket in handover.tickets]) != here:
+        # Engines give out no early tickets, and a fetch of a forged one would wait until its timeout.
+        if (there := [ticket.part for ticket in tickets if not ticket.is_early]) != here:
             raise InvalidRequest(
                 f"kv_transfer_params[{TICKET!r}]: wanted a ticket for each of the parts {here}, got "
                 f"{clip(there)}; give both engines the same tensor- and pipeline-parallel sizes, or pass KV on through "
                 "the store alone"
             )
+        num_blocks = num_prompt_tokens // self._space.shape.block_size
+        if (theirs := {ticket.num_blocks for ticket in tickets}) != {num_blocks}:
+            raise InvalidRequest(
+                f"kv_transfer_params[{TICKET!r}]: wanted the {num_blocks} full blocks of this prompt, got tickets of "
+                f"{clip(sorted(theirs))}; send the decode engine the prompt that the prefill engine got"
+            )
+        return tickets

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvstore.blocks.hashing import BlockHashes, Namespace
-from kvstore.blocks.token_bytes import ExtraKey
+from kvstore.blocks.token_bytes import ExtraKey, encode_key, token_bytes
 from kvstore.integrations.prompt_keys import named_keys
 from kvstore.integrations.vllm.identity import plain
 
@@ -118,22 +118,43 @@ def hash_blocks(
     if not (request.lora_request or request.mm_features or request.cache_salt or has_embeds):
         return space.block_hashes(tokens, parent=parent)
     size, begin = space.shape.block_size, 0 if parent is None else parent.start + len(parent)
-    lora = request.lora_request.lora_name if request.lora_request else None
     extra: list[Sequence[ExtraKey]] = []
-    found, at, is_tokens = {} if media is None else media, 0, getattr(request, "prompt_is_token_ids", None) or ()
+    found, at = {} if media is None else media, 0
     for block in range(begin, begin + len(tokens) // size):
-        first, last = block * size, (block + 1) * size
-        named, before = named_keys(block, lora=lora, salt=request.cache_salt), at
-        keys, at = generate_block_hash_extra_keys(request, first, last, before)
-        for index, each in enumerate(request.mm_features[before : at + 1] if request.mm_features else (), before):
-            where = each.mm_position
-            if where.offset < last and first < where.offset + where.length:
-                found[index] = found[index] if index in found else digest_of(each)
-                named += [("media", found[index])] if found[index] else []
-        if has_embeds:
-            named.append(("embeds", str(request.prompt_embeds.dtype), bytes(is_tokens[first:last])))
-        extra.append([*named, *_plain(keys or ())])
+        keys, at = _extra_keys(request, block, block * size, (block + 1) * size, at, found)
+        extra.append(keys)
     return space.block_hashes(tokens, extra, parent)
+
+
+def tail_digest(space: Namespace, request: Any, media: Media) -> bytes:
+    """Return a digest of the tokens behind a prompt's full blocks, of their number, and of their extra keys.
+
+    Raises:
+        InvalidRequest: as for `hash_blocks`.
+    """
+    size, end = space.shape.block_size, int(request.num_prompt_tokens)
+    block = end // size
+    keys, _ = _extra_keys(request, block, block * size, end, 0, media)
+    tokens = () if request.prompt_token_ids is None else request.prompt_token_ids[block * size : end]
+    return sha256(encode_key((end % size, token_bytes(tokens), *keys))).digest()
+
+
+def _extra_keys(
+    request: Any, block: int, begin: int, end: int, before: int, media: Media
+) -> tuple[list[ExtraKey], int]:
+    """Return the keys of tokens [begin, end) of a block, and the medium at which to go on; media from `before` on."""
+    lora = request.lora_request.lora_name if request.lora_request else None
+    named = named_keys(block, lora=lora, salt=request.cache_salt)
+    keys, at = generate_block_hash_extra_keys(request, begin, end, before)
+    for index, each in enumerate(request.mm_features[before : at + 1] if request.mm_features else (), before):
+        where = each.mm_position
+        if where.offset < end and begin < where.offset + where.length:
+            media[index] = media[index] if index in media else digest_of(each)
+            named += [("media", media[index])] if media[index] else []
+    if getattr(request, "prompt_embeds", None) is not None:
+        is_tokens = getattr(request, "prompt_is_token_ids", None) or ()
+        named.append(("embeds", str(request.prompt_embeds.dtype), bytes(is_tokens[begin:end])))
+    return [*named, *_plain(keys or ())], at
 
 
 def digest_of(feature: Any) -> bytes:

@@ -186,12 +186,8 @@ class SchedulerSide:
             self.stats.count("num_late_lookups")
         tracked.hashes = tracked.hashes if question.hashes is None else question.hashes
         num_blocks = min(question.num_blocks - self._num_anew, num_usable)
-        if tracked.arriving is not None and tracked.hashes is not None:
-            num_blocks = self.handoffs.num_arriving(tracked, tracked.hashes)
-            if not num_blocks:  # Then the store is asked after all.
-                self._ask(tracked)
-                self.next_plan.num_waiting += 1
-                return None, False
+        if tracked.arriving and tracked.hashes is not None:
+            num_blocks = tracked.arriving[0].num_blocks
         num_new = num_blocks * size - num_engine_tokens
         if not tracked.may_load or num_new <= 0:
             return 0, False
@@ -207,11 +203,11 @@ class SchedulerSide:
         num_blocks = -(-(tracked.num_engine_tokens + num_external_tokens) // size)
         ids = list(blocks.get_block_ids()[0])[: -(-num_blocks * size // self._engine_block_size)]
         tracked.is_loading, tracked.num_external_tokens = True, num_external_tokens
-        handover, tracked.arriving = tracked.arriving, None  # A ticket is good for one fetch.
-        tickets = () if handover is None else handover.tickets
-        self.next_plan.loads.append(tracked.plan_load(tracked.hashes[:num_blocks], ids, tickets))
-        tracked.is_fetching = handover is not None
-        if handover is None:  # The store may not have handed-off blocks.
+        tickets, tracked.arriving = tracked.arriving, ()  # A ticket is good for one fetch.
+        tracked.is_fetching = bool(tickets)
+        prompt = self.handoffs.prompt_of(tracked) if tickets else None
+        self.next_plan.loads.append(tracked.plan_load(tracked.hashes[:num_blocks], ids, tickets, prompt))
+        if not tickets:  # The store may not have handed-off blocks.
             tracked.num_saved = num_blocks
 
     def plan(self, output: Any) -> StepPlan:
@@ -348,7 +344,7 @@ class SchedulerSide:
         return not error
 
     def _ask(self, tracked: Tracked) -> Question:
-        prompt, is_arriving = PromptHashes(self.space, tracked.request, tracked.media), tracked.arriving is not None
+        prompt, is_arriving = PromptHashes(self.space, tracked.request, tracked.media), bool(tracked.arriving)
         question = Question(
             prompt,
             tracked.hashes,

@@ -23,7 +23,7 @@ def tokens_by_tier(tracked: Tracked, block_size: int, num_tokens: int) -> dict[s
     begin, question = tracked.num_engine_tokens, tracked.question
     end, counts = begin + num_tokens, dict[str, int]()
     # What is handed off comes from the GPU or the memory of the engine that computed it.
-    is_here = question is not None and not tracked.is_fetching and tracked.arriving is None
+    is_here = question is not None and not (tracked.is_fetching or tracked.arriving)
     tiers = [("HOST", question.num_local), ("DISK", question.num_here)] if is_here and question is not None else []
     for tier, num_blocks in (*tiers, ("P2P", None)):
         reached = end if num_blocks is None else max(begin, min(end, num_blocks * block_size))

@@ -8,7 +8,6 @@ from typing import Any
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.priority import Priority
 from kvstore.blocks.ticket import HandoffTicket
-from kvstore.integrations.vllm.handover import Handover
 from kvstore.integrations.vllm.plan import LoadPlan
 from kvstore.integrations.vllm.scheduler_side.lookups import Question
 
@@ -35,19 +34,23 @@ class Tracked:
     may_tell: bool = True  # whether events name what its saves brought; not after a clearing
     priority: Priority = Priority.NORMAL  # of what is saved, for `priority_s`; and of its load
     priority_s: float | None = None
-    arriving: Handover | None = None  # tickets that the request brought, not used yet
-    leaving: Handover | None = None  # tickets published for another engine
+    arriving: tuple[HandoffTicket, ...] = ()  # that the request brought, not used yet
+    leaving: tuple[HandoffTicket, ...] = ()  # published for another engine
+    tail: bytes = b""  # digest of what is behind the prompt's full blocks; of hand-offs only
     is_fetching: bool = False
     is_freed: bool = False  # ended; vLLM may give its blocks to others, and its saves end before they are overwritten
 
-    def plan_load(self, hashes: BlockHashes, block_ids: list[int], tickets: tuple[HandoffTicket, ...]) -> LoadPlan:
-        """Return the plan to bring blocks into the engine's; `tickets` are those of a hand-off."""
+    def plan_load(
+        self, hashes: BlockHashes, block_ids: list[int], tickets: tuple[HandoffTicket, ...], prompt: BlockHashes | None
+    ) -> LoadPlan:
+        """Return the plan to bring blocks into the engine's; `tickets` are those of a hand-off, of the whole prompt."""
         return LoadPlan(
             req_id=self.request.request_id,
             hashes=hashes,
             block_ids=block_ids,
             num_engine_tokens=self.num_engine_tokens,
             tickets=tickets,
+            prompt=prompt,
             priority=self.priority,
         )
 

@@ -32,7 +32,7 @@ class Publishing:
         self.rank, self._part, self._ttl_s, self._staging_bytes = rank, part, ttl_s, staging_bytes
         self._told: Desk | None = None
         #: The last publication of each request that vLLM still knows.
-        self.open: dict[str, tuple[Client, HandoffTicket, Job[HandoffTicket]]] = {}
+        self.open: dict[str, tuple[Client, SavePlan, Job[HandoffTicket]]] = {}
 
     def attach(self, client: Client, device: str) -> None:
         """Let a new client's hand-offs go from GPU to GPU, if configured; where that fails, host memory serves.
@@ -79,18 +79,18 @@ class Publishing:
         """
         self.withdraw([plan.req_id])
         ticket = plan.tickets[self.rank]
-        publication = client.begin_publish(pages, ttl_s=self._ttl_s, ticket=ticket)
-        self.open[plan.req_id] = (client, ticket, publication.job)
+        publication = client.begin_publish(pages, hashes=plan.prompt, ttl_s=self._ttl_s, ticket=ticket)
+        self.open[plan.req_id] = (client, plan, publication.job)
         return publication.job
 
     def withdraw(self, req_ids: Iterable[str]) -> int:
         """Withdraw the blocks of requests whose tickets no engine will get; returns the number of requests."""
         found = [self.open.pop(req_id) for req_id in list(req_ids) if req_id in self.open]
-        for client, ticket, job in found:
+        for client, plan, job in found:
 
-            def withdraw(_: Any, client: Client = client, ticket: HandoffTicket = ticket) -> None:
+            def withdraw(_: Any, client: Client = client, plan: SavePlan = plan) -> None:
                 with contextlib.suppress(KVStoreError):
-                    client.withdraw(ticket)
+                    client.withdraw(plan.tickets[self.rank], hashes=plan.prompt)
 
             job.add_done_callback(withdraw)  # Not before: the job still writes their slots.
         return len(found)

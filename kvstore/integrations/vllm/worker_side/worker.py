@@ -201,7 +201,7 @@ class WorkerSide:
         limits: dict[str, Any] = {"timeout_s": self._options.load_timeout_s, "num_copy_threads": num_threads}
         try:
             if plan.tickets:
-                job = client.fetch(plan.tickets[self.publishing.rank], pages, num_own, **limits)
+                job = client.fetch(plan.tickets[self.publishing.rank], pages, num_own, hashes=plan.prompt, **limits)
             else:
                 limits |= {"on_queued": on_queued if self.cache.is_on_gpu else None, "priority": plan.priority}
                 job = client.load(plan.hashes, pages, num_own, **limits)

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from kvstore.client.client import Client
+from kvstore.client.results import MissReason
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
@@ -300,8 +301,8 @@ def test_a_hand_off_that_is_not_needed_is_withdrawn(small, stores):
     held = reader.index.acquire([*PROMPT, 1])
     assert reader.store.fetch(held, PROMPT, ticket).num_tokens == 0
     held.release()
-    assert writer.store.withdraw(ticket)
-    assert not writer.store.withdraw(ticket)
+    assert writer.store.withdraw(ticket, PROMPT)
+    assert not writer.store.withdraw(ticket, PROMPT)
 
 
 def test_a_ticket_is_for_its_own_prompt_model_and_salt(small, store):
@@ -310,13 +311,17 @@ def test_a_ticket_is_for_its_own_prompt_model_and_salt(small, store):
     writer.prefill(request, PROMPT)
     ticket = writer.store.publish(request, PROMPT, len(PROMPT))
     request.release()
+    held = reader.index.acquire(PROMPT[:100])
+    with pytest.raises(InvalidRequest, match="this prompt"):
+        reader.store.fetch(held, PROMPT[:100], ticket)
+    assert held.num_tokens == 0
+    held.release()
     other = [*PROMPT[:143], PROMPT[143] + 1]
-    for tokens in (other, PROMPT[:100]):
-        held = reader.index.acquire(tokens)
-        with pytest.raises(InvalidRequest, match="this prompt"):
-            reader.store.fetch(held, tokens, ticket)
-        assert held.num_tokens == 0
-        held.release()
+    held = reader.index.acquire(other)
+    brought = reader.store.fetch(held, other, ticket)
+    assert (brought.num_tokens, held.num_tokens) == (0, 0)
+    assert [result.failed[0].reason for result in brought.results] == [MissReason.NOT_FOUND]
+    held.release()
     salted = PagedStore(store, reader.cache, salt=b"tenant")
     held = reader.index.acquire(PROMPT)
     with pytest.raises(NamespaceMismatch):
@@ -324,6 +329,43 @@ def test_a_ticket_is_for_its_own_prompt_model_and_salt(small, store):
     assert reader.store.fetch(held, [*PROMPT, 5], ticket).num_tokens == 144
     held.release()
     salted.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", ["full", "both"])
+def test_a_changed_ticket_brings_no_tokens_to_another_place(small, store, kind, page_size, plain_logits, same):
+    """Which tokens a ticket is for is said by the hashes of whoever publishes or fetches, never by the ticket."""
+    num_pages = 400 if page_size == 1 else 64
+    writer, reader = (small(kind, store, page_size=page_size, num_pages=num_pages) for _ in range(2))
+    request = writer.index.acquire(PROMPT)
+    writer.prefill(request, PROMPT, 32)
+    ticket = writer.store.publish(request, PROMPT, len(PROMPT))
+    request.release()
+    longer = [*PROMPT, *PROMPT]
+    for num_tokens in (-16, 0, 1, 128, 143, 145, 160, 10_000):
+        held = reader.index.acquire(longer)
+        try:
+            brought = reader.store.fetch(held, longer, dataclasses.replace(ticket, num_tokens=num_tokens))
+        except InvalidRequest:
+            pass
+        else:
+            assert brought.num_tokens == 0, num_tokens
+        assert held.num_tokens == 0
+        held.release()
+    for num_more in (-1, 1):
+        parts = [dataclasses.replace(part, num_blocks=part.num_blocks + num_more) for part in ticket.tickets]
+        held = reader.index.acquire(PROMPT)
+        try:
+            brought = reader.store.fetch(held, PROMPT, dataclasses.replace(ticket, tickets=tuple(parts)))
+        except InvalidRequest:
+            pass
+        else:
+            assert brought.num_tokens == 0, num_more
+        assert held.num_tokens == 0
+        held.release()
+    brought, logits = answer(reader, PROMPT, lambda held: reader.store.fetch(held, PROMPT, ticket))
+    assert brought.num_tokens == 144
+    assert same(logits, plain_logits(reader.model, PROMPT))
 
 
 def test_engines_with_other_steps_share_nothing(small, store):
