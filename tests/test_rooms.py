@@ -27,9 +27,6 @@ ROOMS = WORKER | STORE | {"runtime", "blocks", "rpc", "memory", "tools", "bench"
 MOST_MODULES = 14
 #: Of kernels: nearly each is one .cu file's launcher or reference, and dividing them would part what is read together.
 MOST_KERNELS = 22
-MOST_LINES = 350
-#: What is longer: the faces of the pool and of a client, where one class has all verbs and what each promises.
-FACES = {"pool.pool", "client.client"}
 
 
 def find_modules() -> dict[str, Path]:
@@ -161,11 +158,6 @@ def test_no_room_has_too_many_modules():
         sizes[room] = sizes.get(room, 0) + 1
     most = dict.fromkeys(sizes, MOST_MODULES) | {"kernels": MOST_KERNELS}
     assert {room: size for room, size in sizes.items() if size > most[room]} == {}
-
-
-def test_no_module_is_too_long_to_be_read_at_once():
-    lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in MODULES.items()}
-    assert {module for module, length in lengths.items() if length > MOST_LINES} == FACES
 
 
 def test_the_sides_of_a_connector_do_not_import_each_other():
