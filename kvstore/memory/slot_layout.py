@@ -52,7 +52,7 @@ def check_fits(block_bytes: int, slot_bytes: int, held: Mapping[bytes, int]) -> 
         holder = max(held, key=held.__getitem__)
         raise ConfigError(
             f"the slots of this store hold {slot_bytes} bytes and are in use: the largest blocks are those of "
-            f"namespace {holder.hex()[:12]}, {held[holder]} bytes. Got a namespace with blocks of {block_bytes}; start another "
-            f"store (name=) for it, or this one again with block_bytes={block_bytes}, which every block then takes. "
-            "`kvstore restart` keeps what is saved"
+            f"namespace {holder.hex()[:12]}, {held[holder]} bytes. Got a namespace with blocks of {block_bytes}; start "
+            f"another store (name=) for it, or this one again with block_bytes={block_bytes}, which every block then "
+            "takes. `kvstore restart` keeps what is saved"
         )
