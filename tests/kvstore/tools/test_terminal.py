@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from kvstore.config import StoreConfig
+from kvstore.tools.doctor import Check, Status
 from kvstore.tools.settings import settings_of
-from kvstore.tools.terminal import progress, show_status
+from kvstore.tools.terminal import progress, show_check, show_status
 
 SHARD = {"num_blocks": 1234, "num_nodes": 4, "num_bytes": 3 << 20, "num_dropped": 0}
 
@@ -91,3 +92,13 @@ def test_progress_that_nobody_reads_ends_nothing(monkeypatch):
             say("first")
             say("second")
         os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # Its close writes what is left.
+
+
+def test_control_characters_of_errors_are_shown_and_not_sent(capsys):
+    evil = "no \x1b[2Janswer\x07"
+    stats = {"name": "s", "nodes": {"a": {"error": evil}}, "without_store": [], "problems": {"a": evil}}
+    show_status(stats | {"starting": {}, "directory": [{"error": evil}]}, StoreConfig())
+    show_check(Check(name="ray", status=Status.FAIL, found=evil, fix=evil))
+    text = capsys.readouterr().out
+    assert text.count("no \\x1b[2Janswer\\x07") == 5
+    assert "\x1b" not in text
