@@ -233,7 +233,8 @@ def answer(what: str, ref: Any, timeout_s: float) -> Any:
         PeerLost: the actor, its process or its node is gone.
     """
     timeout_s = max(0.0, timeout_s)  # A negative time ends the whole process in Ray's core.
-    with ray_failures(f"{what} (within {round(timeout_s, 3):g} s)"):
+    limit = f"(within {max(0.001, round(timeout_s, 3)):g} s)" if timeout_s else "(no time was left for it)"
+    with ray_failures(f"{what} {limit}"):
         return ray.get(ref, timeout=timeout_s)
 
 
