@@ -15,6 +15,7 @@ from kvstore import __version__
 from kvstore.actors.calls import (
     FAILED_CONSTRUCTOR,
     RAY_NAMESPACE,
+    actor_class,
     actor_name,
     answer,
     ask_all,
@@ -137,10 +138,9 @@ def make_actor(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ..
         args: of the constructor.
         options: more options of Ray's actors.
     """
-    options |= {"name": name, "namespace": RAY_NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
+    options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
     with ray_failures(name):
-        actor_class: Any = ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]
-        return actor_class.options(**options).remote(*args)
+        return actor_class(cls, groups, **options).remote(*args)
 
 
 def make_answering(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ...], **options: Any) -> Any:

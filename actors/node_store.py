@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
+from kvstore.actors.calls import actor_class, actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.finding import own_version, shard_name
 from kvstore.actors.metrics import Flusher
 from kvstore.actors.mover import Mover
@@ -101,7 +101,7 @@ class NodeStore:
         name = f"raykv-{self._node_id[:12]}-{self.epoch()}-{next(self._mover_numbers)}-{secrets.token_hex(3)}"
         here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         with ray_failures("mover"):
-            mover = ray.remote(Mover).options(num_cpus=0, namespace=RAY_NAMESPACE, scheduling_strategy=here)
+            mover = actor_class(Mover, scheduling_strategy=here)
             return _MoverActor(mover.remote(self._core.control_path, name, self._config.to_json()))
 
     def ping(self, within_s: float = 1.0) -> bool:
