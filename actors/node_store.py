@@ -19,7 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_class, actor_name, call, find_actor, node_address, ray_failures
-from kvstore.actors.finding import own_version, shard_name
+from kvstore.actors.finding import constructor_refusal, own_version, shard_name
 from kvstore.actors.metrics import Flusher
 from kvstore.actors.mover import Mover
 from kvstore.actors.serving import DRAIN, READY, show_life
@@ -28,8 +28,17 @@ from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.blocks.priority import Priority, retention_of
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_OWNER_CHARS, check_bytes, check_count, check_digest, check_seconds, clip
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, ProtocolError, StoreUnavailable
+from kvstore.errors import (
+    ConfigError,
+    InvalidRequest,
+    NamespaceMismatch,
+    PeerLost,
+    ProtocolError,
+    RegistrationFailed,
+    StoreUnavailable,
+)
 from kvstore.mover.keeper import MoverKeeper, StartedMover
+from kvstore.mover.link import MoverLink
 from kvstore.node.core import NodeCore
 from kvstore.node.handover.giving import end_later, hand_over
 from kvstore.node.handover.needs import check_next
@@ -102,7 +111,8 @@ class NodeStore:
         here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         with ray_failures("mover"):
             mover = actor_class(Mover, scheduling_strategy=here)
-            return _MoverActor(mover.remote(self._core.control_path, name, self._config.to_json()))
+            started = mover.remote(self._core.control_path, name, self._config.to_json())
+        return _MoverActor(started, self._mover)
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Return whether this store serves: its socket thread answers within `within_s` seconds."""
@@ -110,7 +120,13 @@ class NodeStore:
 
     @ray.method(concurrency_group=READY)
     def ready(self, timeout_s: float) -> bool:
-        """Wait until the mover has registered the arena; return whether it has."""
+        """Wait until the mover has registered the arena; return whether it has.
+
+        Raises:
+            RegistrationFailed: no mover can begin here, by its own words.
+        """
+        if self._mover.problem:
+            raise RegistrationFailed(self._mover.problem)
         return self._mover.wait_ready(check_seconds("timeout_s", timeout_s))
 
     def settings(self) -> str:
@@ -303,12 +319,16 @@ class NodeStore:
 class _MoverActor:
     """A mover's actor, used by `MoverKeeper`."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def __init__(self, handle: Any, link: MoverLink) -> None:
+        self._handle, self._link = handle, link
 
     def wait_started(self, timeout_s: float) -> None:
         """Wait until its constructor has returned."""
-        call("mover", self._handle.pid, timeout_s=timeout_s)
+        try:
+            call("mover", self._handle.pid, timeout_s=timeout_s)
+        except PeerLost as error:
+            self._link.problem = constructor_refusal(error, RegistrationFailed)
+            raise
 
     def kill(self) -> None:
         """End its process."""

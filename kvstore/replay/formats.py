@@ -190,11 +190,9 @@ def _check_unit(where: Where, requests: list[Request], has_fraction: bool) -> No
 
 def _check(record: Record, time_s: float, before_s: float, block_tokens: int) -> None:
     where = record.where
-    if time_s < 0:
-        raise InvalidRequest(f"{where}: wanted a time of 0 or more, got {time_s:g} s; let the trace begin at 0")
-    if time_s > _MOST_S:
+    if not 0 <= time_s <= _MOST_S:
         raise InvalidRequest(
-            f"{where}: wanted a time of at most {_MOST_S:g} s, got {time_s:g} s; if the file has milliseconds, say "
+            f"{where}: wanted a time from 0 to {_MOST_S:g} s, got {time_s:g} s; let the trace begin at 0, or say "
             "--time-unit ms"
         )
     if time_s < before_s:

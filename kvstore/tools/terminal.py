@@ -102,6 +102,8 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     pool, nixl, mover = node["pool"], node["nixl"], node["mover_pid"] or "[red]gone[/]"
     yield "processes", f"store {node['pid']}   mover {mover}"
+    if node.get("mover_problem"):
+        yield "", f"[red]no mover can begin, so blocks of other nodes are misses[/]: {escape(node['mover_problem'])}"
     if pool is None:
         yield "slots", f"{human_bytes(node['capacity_bytes'])}, not divided yet: no client has come"
     else:

@@ -76,6 +76,9 @@ def test_each_tenant_of_a_node_has_a_line_with_its_quotas_and_refusals_only_wher
     }  # fmt: skip
     show_status({"name": "s", "nodes": {"n": node}, "without_store": [], "problems": {}, "starting": {}}, StoreConfig())
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "hand-offs" in line]
+    cannot = {"n": node | {"mover_pid": 0, "mover_problem": "could not start UCX"}}
+    show_status({"name": "s", "nodes": cannot, "without_store": [], "problems": {}, "starting": {}}, StoreConfig())
+    assert "no mover can begin, so blocks of other nodes are misses: could not start UCX" in capsys.readouterr().out
     assert [line.split(maxsplit=1)[1] for line in lines] == [
         "a: 992 KiB of 1 MiB, pinned 0 B of 4 KiB, disk 5 MiB, hand-offs 2 of 2, evicted 578, 570 by quota   "
         "refused: 1,234 blocks by max_bytes, 3 hand-offs",
