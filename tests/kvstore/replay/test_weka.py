@@ -74,7 +74,7 @@ def test_a_request_without_ids_is_left_out(tmp_path):
         ({"requests": 3}, r"conversation 1: wanted an object with requests"),
         (conversation(request(0.0, 1), hash_id_scope="odd"), r"wanted hash_id_scope local or global, got 'odd'"),
         (conversation(request(0.0, 1), block_size=-1), r"wanted one block_size in all conversations, .*got \[-1\]"),
-        (conversation(request(-1.0, 1)), r"conversation 1: wanted a time from 0 to 1e\\+11 s, got -1 s"),
+        (conversation(request(-1.0, 1)), r"conversation 1: wanted a time from 0 to 1e\+11 s, got -1 s"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path, line, says):
