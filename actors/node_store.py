@@ -19,9 +19,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import actor_class, actor_name, call, find_actor, node_address, ray_failures
-from kvstore.actors.finding import constructor_refusal, own_version, shard_name
+from kvstore.actors.finding import own_version, shard_name
 from kvstore.actors.metrics import Flusher
-from kvstore.actors.mover import Mover
+from kvstore.actors.mover import Mover, MoverActor
 from kvstore.actors.serving import DRAIN, READY, show_life
 from kvstore.blocks.chain import BlockHashes, decode_chain
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
@@ -32,13 +32,11 @@ from kvstore.errors import (
     ConfigError,
     InvalidRequest,
     NamespaceMismatch,
-    PeerLost,
     ProtocolError,
     RegistrationFailed,
     StoreUnavailable,
 )
 from kvstore.mover.keeper import MoverKeeper, StartedMover
-from kvstore.mover.link import MoverLink
 from kvstore.node.core import NodeCore
 from kvstore.node.handover.giving import end_later, hand_over
 from kvstore.node.handover.needs import check_next
@@ -112,7 +110,7 @@ class NodeStore:
         with ray_failures("mover"):
             mover = actor_class(Mover, scheduling_strategy=here)
             started = mover.remote(self._core.control_path, name, self._config.to_json())
-        return _MoverActor(started, self._mover)
+        return MoverActor(started, self._mover)
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Return whether this store serves: its socket thread answers within `within_s` seconds."""
@@ -314,26 +312,6 @@ class NodeStore:
         self._core.pool.check_integrity()
         if (disk := self._core.state.disk) is not None and disk.pool.num_slots:
             disk.pool.check_integrity()
-
-
-class _MoverActor:
-    """A mover's actor, used by `MoverKeeper`."""
-
-    def __init__(self, handle: Any, link: MoverLink) -> None:
-        self._handle, self._link = handle, link
-
-    def wait_started(self, timeout_s: float) -> None:
-        """Wait until its constructor has returned."""
-        try:
-            call("mover", self._handle.pid, timeout_s=timeout_s)
-        except PeerLost as error:
-            self._link.problem = constructor_refusal(error, RegistrationFailed)
-            raise
-
-    def kill(self) -> None:
-        """End its process."""
-        with ray_failures("mover"):
-            ray.kill(self._handle)
 
 
 def _chain(hashes: BlockHashes) -> BlockHashes:
