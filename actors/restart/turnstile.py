@@ -106,7 +106,7 @@ def _made(path: str) -> Any:
 
 
 def _asked_for(path: str) -> Any:
-    options = {"name": path, "lifetime": "non_detached", "max_restarts": -1}
+    options: dict[str, Any] = {"name": path, "lifetime": "non_detached", "max_restarts": -1}
     with ray_failures(path):
         # On this node, which surely has this version of raykv: an actor that cannot begin loses its name.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
