@@ -15,6 +15,7 @@ from kvstore import __version__
 from kvstore.actors.calls import (
     FAILED_CONSTRUCTOR,
     RAY_NAMESPACE,
+    actor_class,
     actor_name,
     answer,
     ask_all,
@@ -36,8 +37,6 @@ _NODES_S = 5.0
 _WHY_S = 2.0
 #: States of an actor, as Ray names them, before its constructor has returned.
 _NOT_MADE = ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
-#: Ray passes a constructor's error on only as text.
-_CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 
 
 def own_version() -> str:
@@ -50,12 +49,13 @@ def has_constructor_failed(error: KVStoreError) -> bool:
     return FAILED_CONSTRUCTOR in str(error)
 
 
-def constructor_refusal(error: KVStoreError) -> str:
-    """Return the text of the ConfigError that an actor's constructor raised; empty if it ended for another reason."""
-    text = str(error)
-    if not has_constructor_failed(error) or _CONFIG_ERROR not in text:
+def constructor_refusal(error: KVStoreError, kind: type[KVStoreError] = ConfigError) -> str:
+    """Return the text of the error of that kind that an actor's constructor raised; empty if it ended otherwise."""
+    # Ray passes a constructor's error on only as text.
+    text, begins = str(error), f"{kind.__module__}.{kind.__name__}: "
+    if not has_constructor_failed(error) or begins not in text:
         return ""
-    return text.rpartition(_CONFIG_ERROR)[2].lstrip(": ").strip()
+    return text.rpartition(begins)[2].lstrip(": ").strip()
 
 
 def alive_nodes() -> dict[str, dict[str, float]]:
@@ -137,10 +137,9 @@ def make_actor(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ..
         args: of the constructor.
         options: more options of Ray's actors.
     """
-    options |= {"name": name, "namespace": RAY_NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
+    options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
     with ray_failures(name):
-        actor_class: Any = ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]
-        return actor_class.options(**options).remote(*args)
+        return actor_class(cls, groups, **options).remote(*args)
 
 
 def make_answering(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ...], **options: Any) -> Any:

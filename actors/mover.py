@@ -6,10 +6,17 @@ import logging
 import os
 import threading
 import time
+from typing import Any
 
+import ray
+
+from kvstore.actors.calls import call, ray_failures
+from kvstore.actors.finding import constructor_refusal
 from kvstore.config import PROTOCOL_VERSION, StoreConfig, set_ucx_lane
+from kvstore.errors import PeerLost, RegistrationFailed
 from kvstore.memory.arena import attach_arena
 from kvstore.mover.gpu_stage import GpuStage
+from kvstore.mover.link import MoverLink
 from kvstore.mover.process import Mover as MoverLoop
 from kvstore.mover.slabs import Slabs
 from kvstore.rpc.connect import connect_local, greeting_of
@@ -59,3 +66,23 @@ class Mover:
     def pid(self) -> int:
         """Return the process id; an answer also shows that the mover has started."""
         return os.getpid()
+
+
+class MoverActor:
+    """A mover's actor, used by `MoverKeeper`."""
+
+    def __init__(self, handle: Any, link: MoverLink) -> None:
+        self._handle, self._link = handle, link
+
+    def wait_started(self, timeout_s: float) -> None:
+        """Wait until its constructor has returned."""
+        try:
+            call("mover", self._handle.pid, timeout_s=timeout_s)
+        except PeerLost as error:
+            self._link.problem = constructor_refusal(error, RegistrationFailed)
+            raise
+
+    def kill(self) -> None:
+        """End its process."""
+        with ray_failures("mover"):
+            ray.kill(self._handle)

@@ -18,17 +18,24 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
+from kvstore.actors.calls import actor_class, actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.finding import own_version, shard_name
 from kvstore.actors.metrics import Flusher
-from kvstore.actors.mover import Mover
+from kvstore.actors.mover import Mover, MoverActor
 from kvstore.actors.serving import DRAIN, READY, show_life
 from kvstore.blocks.chain import BlockHashes, decode_chain
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.blocks.priority import Priority, retention_of
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_OWNER_CHARS, check_bytes, check_count, check_digest, check_seconds, clip
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, InvalidRequest, NamespaceMismatch, ProtocolError, StoreUnavailable
+from kvstore.errors import (
+    ConfigError,
+    InvalidRequest,
+    NamespaceMismatch,
+    ProtocolError,
+    RegistrationFailed,
+    StoreUnavailable,
+)
 from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
 from kvstore.node.handover.giving import end_later, hand_over
@@ -101,8 +108,9 @@ class NodeStore:
         name = f"raykv-{self._node_id[:12]}-{self.epoch()}-{next(self._mover_numbers)}-{secrets.token_hex(3)}"
         here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         with ray_failures("mover"):
-            mover = ray.remote(Mover).options(num_cpus=0, namespace=RAY_NAMESPACE, scheduling_strategy=here)
-            return _MoverActor(mover.remote(self._core.control_path, name, self._config.to_json()))
+            mover = actor_class(Mover, scheduling_strategy=here)
+            started = mover.remote(self._core.control_path, name, self._config.to_json())
+        return MoverActor(started, self._mover)
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Return whether this store serves: its socket thread answers within `within_s` seconds."""
@@ -110,7 +118,13 @@ class NodeStore:
 
     @ray.method(concurrency_group=READY)
     def ready(self, timeout_s: float) -> bool:
-        """Wait until the mover has registered the arena; return whether it has."""
+        """Wait until the mover has registered the arena; return whether it has.
+
+        Raises:
+            RegistrationFailed: no mover can begin here, by its own words.
+        """
+        if self._mover.problem:
+            raise RegistrationFailed(self._mover.problem)
         return self._mover.wait_ready(check_seconds("timeout_s", timeout_s))
 
     def settings(self) -> str:
@@ -298,22 +312,6 @@ class NodeStore:
         self._core.pool.check_integrity()
         if (disk := self._core.state.disk) is not None and disk.pool.num_slots:
             disk.pool.check_integrity()
-
-
-class _MoverActor:
-    """A mover's actor, used by `MoverKeeper`."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def wait_started(self, timeout_s: float) -> None:
-        """Wait until its constructor has returned."""
-        call("mover", self._handle.pid, timeout_s=timeout_s)
-
-    def kill(self) -> None:
-        """End its process."""
-        with ray_failures("mover"):
-            ray.kill(self._handle)
 
 
 def _chain(hashes: BlockHashes) -> BlockHashes:

@@ -25,6 +25,7 @@ from kvstore.errors import (
     IncompatibleStore,
     KVStoreError,
     PeerLost,
+    RegistrationFailed,
     StoreNotRunning,
     StoreUnavailable,
     TransferTimeout,
@@ -186,6 +187,7 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
 
     Raises:
         ConfigError: no node can have a store with these settings.
+        RegistrationFailed: of several nodes one cannot read from the others: its mover cannot begin.
         StoreUnavailable: not every node had one in time.
         PeerLost: the supervisor, or a store, is gone.
     """
@@ -195,7 +197,7 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
             served = _served(supervisor, own_id, deadline_s)
             if _are_ready(name, supervisor, served, deadline_s):
                 return
-        except (ConfigError, PeerLost):
+        except (ConfigError, PeerLost, RegistrationFailed):
             raise
         except KVStoreError as error:
             if not ray.is_initialized():
@@ -237,7 +239,16 @@ def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float)
         return False
     for node in served:
         left_s = max(0.1, min(_SAY_EVERY_S, deadline_s - time.monotonic()))
-        if not call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + 1):
+        try:
+            is_ready = call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + 1)
+        except RegistrationFailed as error:
+            if len(nodes) > 1:
+                raise RegistrationFailed(
+                    f"node {node} has no mover, which reads blocks of other nodes: {error}"
+                ) from error
+            logger.warning("store %r begins on its only node without a mover, which reads from others: %s", name, error)
+            continue
+        if not is_ready:
             raise StoreUnavailable(f"the mover of node {node} is not ready; see `kvstore doctor` and its log")
     return True
 

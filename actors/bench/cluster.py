@@ -15,6 +15,8 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kvstore.actors.calls import actor_class
+
 #: One for all clusters of this process: Ray's core keeps the first that it reads.
 _TOKEN = secrets.token_hex(32)
 
@@ -67,4 +69,4 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> contextlib.AbstractContext
 def on_node(cls: type, node_id: str) -> Any:
     """Return the class as a Ray actor class pinned to a node."""
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(cls).options(num_cpus=0, scheduling_strategy=pinned)
+    return actor_class(cls, scheduling_strategy=pinned)

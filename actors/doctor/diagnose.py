@@ -244,17 +244,14 @@ class _IdleClient:
 
 
 def _measure_idle(seconds: float) -> dict[str, float]:
-    import ray
-
-    from kvstore.actors.calls import call
+    from kvstore.actors.calls import actor_class, call
     from kvstore.actors.finding import node_store
     from kvstore.actors.starting import start
 
     config = StoreConfig(name="doctor", capacity_bytes=_CAPACITY_BYTES)
     store = start(config, "local", _IDLE_SETUP_S - 10)
     try:
-        idle_client: Any = ray.remote(_IdleClient)
-        worker = idle_client.options(num_cpus=0).remote(store)
+        worker = actor_class(_IdleClient).remote(store)
         client_pid = call("idle client", worker.pid, timeout_s=30.0)
         pids = call("node store", node_store(None, "doctor").pids, timeout_s=10.0) | {"client": client_pid}
         time.sleep(_SETTLE_S)

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
+from kvstore.actors.calls import actor_class, actor_name, call, find_actor, ray_failures
 from kvstore.actors.ending import end_left
 from kvstore.errors import KVStoreError, StoreBusy, StoreNotRunning, StoreUnavailable
 from kvstore.runtime.threads.own_thread import on_thread
@@ -106,14 +106,14 @@ def _made(path: str) -> Any:
 
 
 def _asked_for(path: str) -> Any:
-    options = {"name": path, "namespace": RAY_NAMESPACE, "lifetime": "non_detached", "num_cpus": 0, "max_restarts": -1}
+    options: dict[str, Any] = {"name": path, "lifetime": "non_detached", "max_restarts": -1}
     with ray_failures(path):
         # On this node, which surely has this version of raykv: an actor that cannot begin loses its name.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        actor_class: Any = ray.remote(Turnstile)
         try:
             # Ray gives the name here. The process of the actor may begin much later.
-            return actor_class.options(scheduling_strategy=here, **options).remote(os.getpid(), socket.gethostname())
+            turnstile = actor_class(Turnstile, scheduling_strategy=here, **options)
+            return turnstile.remote(os.getpid(), socket.gethostname())
         except ValueError:  # What Ray raises if there is such an actor.
             return None
 

@@ -122,7 +122,9 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
             raise refusal(named)
         check_node(named, deadline_s)
         try:
-            _init_ray(RAY_NAMESPACE, address=named)
+            _init_in_time(deadline_s, RAY_NAMESPACE, address=named)
+        except KVStoreError:
+            raise
         except Exception as error:
             raise StoreNotRunning(
                 f"no Ray cluster lets this process in at {named!r}: {error}; if something runs there, does it want "
@@ -283,15 +285,8 @@ def ensure_token() -> None:
 
 def _begin_ray(deadline_s: float) -> None:
     """Begin a Ray that lives until this process ends or shuts it down, beyond the calling thread."""
-    if threading.current_thread() is threading.main_thread():
-        # As ray.init does on the main thread: then the exit handlers run, which end the store and its Ray.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
-    ray_log = logging.getLogger("ray._private.worker")
-    ray_log.addFilter(_without_sigterm)
     try:
-        KEEPER.do(
-            lambda: _init_ray(OWN_RAY_NAMESPACE, address=LOCAL, include_dashboard=False), ray.shutdown, deadline_s
-        )
+        _init_in_time(deadline_s, OWN_RAY_NAMESPACE, address=LOCAL, include_dashboard=False)
     except KVStoreError:
         raise
     except Exception as error:  # Ray raises a plain Exception if its node is late.
@@ -299,6 +294,17 @@ def _begin_ray(deadline_s: float) -> None:
             f"wanted to begin a Ray for this process, got {type(error).__name__}: {error}; see its logs in the folder "
             "ray of RAY_TMPDIR, try again when this machine has less to do, or join one with address="
         ) from error
+
+
+def _init_in_time(deadline_s: float, namespace: str, **options: Any) -> None:
+    """Call ray.init where it can be given up: it waits for minutes for a GCS that hangs or ends meanwhile."""
+    if threading.current_thread() is threading.main_thread():
+        # As ray.init does on the main thread: then the exit handlers run, which end the store and its Ray.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+    ray_log = logging.getLogger("ray._private.worker")
+    ray_log.addFilter(_without_sigterm)
+    try:
+        KEEPER.do(lambda: _init_ray(namespace, **options), ray.shutdown, deadline_s)
     finally:
         ray_log.removeFilter(_without_sigterm)
 

@@ -1,7 +1,8 @@
-"""A thread that lives as long as this process, and begins the Ray of this process.
+"""A thread that lives as long as this process, and connects it to a Ray, or begins one for it.
 
-Linux ends Ray's processes with the thread that began them (PR_SET_PDEATHSIG), and a thread that calls `kvstore.start`
-may end long before its store.
+The caller gives up what takes too long: ray.init waits for minutes for a GCS that hangs meanwhile. And Linux ends Ray's
+processes with the thread that began them (PR_SET_PDEATHSIG), and a thread that calls `kvstore.start` may end long
+before its store.
 """
 
 from __future__ import annotations
@@ -70,14 +71,17 @@ class Keeper:
         self._last = job = _Job(begin, undo)
         self._jobs.put(job)
         try:
-            is_done = job.done.wait(max(0.0, deadline_s - time.monotonic()))
+            is_done = job.done.wait(min(max(0.0, deadline_s - time.monotonic()), threading.TIMEOUT_MAX))
         except BaseException:
             job.give_up()
             job.done.wait(_UNDO_S)
             raise
         if not is_done:
             job.give_up()
-            raise StoreUnavailable("a Ray for this process did not come up in time; give it more timeout_s=")
+            raise StoreUnavailable(
+                "this process was not connected to its Ray in time, and is disconnected as soon as it is; see whether "
+                "`ray status` answers, or give it more timeout_s="
+            )
         if job.error is not None:
             raise job.error
 
@@ -90,7 +94,7 @@ class Keeper:
         if self._last is None or self._thread is None or not self._thread.is_alive():
             return
         if not self._last.done.wait(max(0.0, deadline_s - time.monotonic())):
-            raise StoreBusy("a Ray that an earlier call began for this process is still being ended; try again")
+            raise StoreBusy("this process is still leaving a Ray that an earlier call gave up; try again")
 
 
 def _run(jobs: queue.SimpleQueue[_Job]) -> None:

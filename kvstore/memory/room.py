@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError
 
-#: For what grows besides the slab: the store's processes and Ray's.
-_HEADROOM_BYTES = 256 << 20
+#: A store of at most this size makes no difference to Ray's monitor: near its threshold it starts all the same.
+SMALL_BYTES = 256 << 20
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 #: The variables of Ray's monitor, and what Ray takes without them.
 _THRESHOLD, _MIN_FREE, _REFRESH = (
@@ -47,8 +47,12 @@ class Room:
         return max(self.free_bytes - self.kept_bytes, 0)
 
 
-def find_room() -> Room:
-    """Return what this process may still take, by the environment that it has from its raylet."""
+def find_room(num_bytes: int | None = None) -> Room:
+    """Return what this process may still take, by the environment that it has from its raylet.
+
+    Args:
+        num_bytes: of the store that wants to know; a small one leaves nothing for Ray's monitor.
+    """
     meminfo = Path("/proc/meminfo").read_text()
     fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if ":" in line}
     total = fields["MemTotal"]
@@ -69,6 +73,8 @@ def find_room() -> Room:
                 watched = len(limits)
             limits.append((int(limit), int(limit) - used, f"cgroup limit {folder / limit_name}"))
     kept_bytes, kept_by = ray_kept_bytes(os.environ, limits[watched][0])
+    if num_bytes is not None and num_bytes <= SMALL_BYTES:
+        kept_bytes = 0
     rooms = [Room(max(free, 0), source) for _, free, source in limits]
     rooms[watched] = Room(rooms[watched].free_bytes, rooms[watched].source, kept_bytes, kept_by)
     return min(rooms, key=lambda room: room.free_bytes - room.kept_bytes)
@@ -132,14 +138,11 @@ def check_room(num_bytes: int, freed_bytes: int = 0) -> None:
     Raises:
         ConfigError: this machine or container does not have that much memory left.
     """
-    room = find_room()
-    free_bytes, headroom_bytes = room.free_bytes + freed_bytes, _HEADROOM_BYTES + room.kept_bytes
-    if num_bytes + headroom_bytes > free_bytes:
-        why = (
-            f" (Ray ends processes when less than {room.kept_bytes} bytes of the node's memory are free: "
-            f"{room.kept_by})"
-        )
+    room = find_room(num_bytes)
+    free_bytes, kept_bytes = room.free_bytes + freed_bytes, room.kept_bytes
+    if num_bytes + kept_bytes > free_bytes:
+        left = f"; {kept_bytes} of them stay free, or Ray ends processes of this node ({room.kept_by})"
         raise ConfigError(
-            f"wanted a capacity of {num_bytes} bytes plus {headroom_bytes} of headroom{why if room.kept_bytes else ''},"
-            f" got {free_bytes} bytes ({room.source}); lower capacity= or free memory"
+            f"wanted {num_bytes} bytes of memory for the capacity, got {free_bytes} bytes that are free "
+            f"({room.source}){left if kept_bytes else ''}; lower capacity= or free memory"
         )

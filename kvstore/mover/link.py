@@ -43,6 +43,8 @@ class MoverLink:
         self.connection: Connection | None = None
         #: The data that peers need to read through this mover; None while there is no mover.
         self.own: OwnTransport | None = None
+        #: Why no mover can begin here, as the last one said; empty if it has not said so, or one is ready.
+        self.problem = ""
         self._generation = 0
         self._fenced = False
         #: Has a lock of its own: the control thread must not wait for a thread that sends to the mover under `_lock`.
@@ -129,7 +131,7 @@ class MoverLink:
             self.connection, self._known_peers, self._fenced = connection, OrderedDict(), False
             if self._slots is not None:
                 self._send(Op.ATTACH, encode(self._slots))
-            self.own = own
+            self.own, self.problem = own, ""
         self._ready.set()
 
     def gone(self, connection: Connection) -> bool:
@@ -198,7 +200,8 @@ class MoverLink:
         """Return the connection of the mover of a life, 0 for the present one; under the lock."""
         connection = self.connection
         if connection is None or self._fenced or generation not in (0, self._generation):
-            raise PeerLost("this node's mover is not running, or another one is by now; try again")
+            why = f"; no mover can begin: {self.problem}" if self.problem else "; try again"
+            raise PeerLost(f"this node's mover is not running, or another one is by now{why}")
         return connection
 
     def expect_notifications(self, num_leases: int) -> None:

@@ -9,6 +9,7 @@ so that neighbouring slots merge into one descriptor and nothing is built per bl
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import sys
 import time
@@ -99,7 +100,8 @@ def _make_agent(
         registration = nixl.nixlRegDList(segment, np.array([[address, num_bytes, gpu or 0]], dtype=np.uint64))
         handle.registerMem(registration, [backend])
     except Exception as error:
-        raise RegistrationFailed(f"could not {what}: {error}; see `kvstore doctor`") from error
+        chosen = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("UCX_"))
+        raise RegistrationFailed(f"could not {what}: {error}, with {chosen}; see `kvstore doctor`") from error
     return _Agent(handle, backend, registration)
 
 

@@ -34,6 +34,7 @@ def counts_of(state: NodeState, control: NodeControl, host: str) -> dict[str, An
         "now_s": clock.now_s(),
         "pid": os.getpid(),
         "mover_pid": state.mover.pid,
+        "mover_problem": state.mover.problem,
         "host": host,
         "capacity_bytes": state.config.capacity_bytes,
         "slot_bytes": service.slot_bytes,

@@ -271,7 +271,7 @@ class PeerBook:
                 silence.add(Op.HELLO.name, asked_s)
                 if silence.total_s() < _SILENT_SHARE * self._timeout_s:
                     raise TransferTimeout(
-                        f"wanted a connection to node {node_id} within {timeout_s:.1f} s, got none; try again"
+                        f"wanted a connection to node {node_id} within {timeout_s:.2g} s, got none; try again"
                     ) from error
             raise self._lost(node_id, error) from error
 

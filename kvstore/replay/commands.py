@@ -57,6 +57,9 @@ _MOST_REAL_NODES = 16
     "--format", "format_name", default="", help="mooncake, bailian, weka or csv. Default: by the first record."
 )
 @click.option("--block-tokens", type=int, default=0, help="Tokens of a block. Default: what the format says.")
+@click.option(
+    "--time-unit", type=click.Choice(["s", "ms"]), help="Of the file's times. Default: ms for mooncake, else s."
+)
 @click.option("--nodes", "num_nodes", type=int, help="Nodes, each with --blocks. Default: 1; 2 with --mode real.")
 @click.option(
     "--routing",
@@ -105,6 +108,7 @@ def replay(
     disk_path: str,
     format_name: str,
     block_tokens: int,
+    time_unit: str | None,
     num_nodes: int | None,
     routing: str,
     tie_blocks: int,
@@ -163,7 +167,7 @@ def replay(
     elif disk_path or wait_written:
         raise InvalidRequest("--disk-path, --wait-written: wanted --mode real with them, got simulate; add it")
     Rates(prefill_tokens_per_s, load_gb_per_s, wanted_bytes if block_bytes else 1)  # Refused before the file is read.
-    whole = read_trace(trace, format_name, block_tokens)
+    whole = read_trace(trace, format_name, block_tokens, time_unit or "")
     found = spread(first_requests(whole, num_rows) if num_rows else whole, jitter_s, seed)
     if restart_at >= len(found.requests):
         raise InvalidRequest(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
@@ -24,34 +24,43 @@ _KNOWN = (
     'a line {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} (mooncake), the same with '
     '"chat_id" and seconds (bailian), an object with "requests" (weka), or a line time,obj_id (csv)'
 )
-_Row = TypeVar("_Row")
+#: Unit of a file's times -> how many of them a second has.
+TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1000.0}
+#: Formats whose times are no seconds.
+_OTHER_UNITS = {"mooncake": "ms"}
+#: No trace is longer, and none begins later after its zero: 3,000 years.
+_MOST_S = 1e11
+#: Milliseconds from request to request, on average, below which they are seconds: of whole times, and of others.
+_LEAST_MS, _LEAST_FRACTION_MS = 1.0, 20.0
+#: Fewer whole times may well come together.
+_FEW = 100
 
 
-class MooncakeRow(msgspec.Struct):
-    """A line of the Mooncake format; `timestamp` is in milliseconds."""
+class Row(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of the Mooncake or the Bailian format.
+
+    The fields of the latter alone say nothing about blocks. A field that is not known here might: it is refused.
+    """
 
     timestamp: float
     input_length: int
     hash_ids: list[int]
     output_length: int = 0
+    chat_id: Any = None
+    parent_chat_id: Any = None
+    type: Any = None
+    turn: Any = None
 
 
-class BailianRow(msgspec.Struct):
-    """A line of the Bailian format; `timestamp` is in seconds. Its other fields say nothing about blocks."""
-
-    timestamp: float
-    input_length: int
-    hash_ids: list[int]
-    output_length: int = 0
-
-
-def read_trace(path: Path, format_name: str = "", block_tokens: int = 0) -> Trace:
+def read_trace(path: Path, format_name: str = "", block_tokens: int = 0, time_unit: str = "") -> Trace:
     """Read a whole trace.
 
     Args:
         path: of the file.
         format_name: one of `FORMATS`; found out when empty.
         block_tokens: tokens of a block; what the file or its format says when 0.
+        time_unit: one of `TIME_UNITS`; that of the format when empty, and then times that are plainly others are
+            refused.
 
     Raises:
         InvalidRequest: the file cannot be read, or is not a trace.
@@ -68,7 +77,7 @@ def read_trace(path: Path, format_name: str = "", block_tokens: int = 0) -> Trac
         tokens = block_tokens or own_tokens or FORMATS[name]
     else:
         found, tokens = _LINE_FORMATS[name](lines, path), block_tokens or FORMATS[name]
-    return _as_trace(found, path, name, tokens)
+    return _as_trace(found, path, name, tokens, time_unit)
 
 
 def detect_format(where: Where, first: str, text: str) -> str:
@@ -79,7 +88,7 @@ def detect_format(where: Where, first: str, text: str) -> str:
     """
     try:
         record = msgspec.json.decode(first)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         # An object or an array over several lines, or a table.
         if text.lstrip()[:1] in "[{":
             if '"requests"' in text:
@@ -99,7 +108,7 @@ def detect_format(where: Where, first: str, text: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidRequest(
             f"{path}: wanted a trace file, got {error.strerror}; name a file that can be read"
@@ -111,14 +120,14 @@ def _read(path: Path) -> str:
         ) from error
 
 
-def _rows(lines: Sequence[str], path: Path, kind: type[_Row], format_name: str) -> Iterator[tuple[Where, _Row]]:
-    decoder = msgspec.json.Decoder(kind)
+def _rows(lines: Sequence[str], path: Path, format_name: str) -> Iterator[tuple[Where, Row]]:
+    decoder = msgspec.json.Decoder(Row)
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = Where(path, number)
             try:
                 yield where, decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise InvalidRequest(
                     f"{where}: wanted a line of the {format_name} format, got {clip(line)} ({error}); repair the line, "
                     "or name another --format"
@@ -126,18 +135,18 @@ def _rows(lines: Sequence[str], path: Path, kind: type[_Row], format_name: str) 
 
 
 def _mooncake(lines: Sequence[str], path: Path) -> Iterator[Record]:
-    for where, row in _rows(lines, path, MooncakeRow, "mooncake"):
+    for where, row in _rows(lines, path, "mooncake"):
         if len(set(row.hash_ids)) < len(row.hash_ids):
             twice = next(each for at, each in enumerate(row.hash_ids) if each in row.hash_ids[:at])
             raise ChainBroken(
                 f"{where}: wanted each id of a request once, as an id of this format means all tokens up to it, got "
                 f"{twice} twice; where ids are hashes of single blocks and times are seconds, use --format bailian"
             )
-        yield Record(where, row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids, is_whole=True)
+        yield Record(where, row.timestamp, row.input_length, row.output_length, row.hash_ids, is_whole=True)
 
 
 def _bailian(lines: Sequence[str], path: Path) -> Iterator[Record]:
-    for where, row in _rows(lines, path, BailianRow, "bailian"):
+    for where, row in _rows(lines, path, "bailian"):
         yield Record(where, row.timestamp, row.input_length, row.output_length, row.hash_ids)
 
 
@@ -148,25 +157,44 @@ _LINE_FORMATS: dict[str, Callable[[Sequence[str], Path], Iterator[Record]]] = {
 }
 
 
-def _as_trace(records: Iterator[Record], path: Path, format_name: str, block_tokens: int) -> Trace:
+def _as_trace(records: Iterator[Record], path: Path, format_name: str, block_tokens: int, time_unit: str) -> Trace:
     chains, requests, before_s = Chains(), list[Request](), 0.0
+    unit = time_unit or _OTHER_UNITS.get(format_name, "s")
+    where, has_fraction = Where(path, 0), False
     for record in records:
-        _check(record, before_s, block_tokens)
-        before_s = record.time_s
+        where, time_s = record.where, record.time / TIME_UNITS[unit]
+        _check(record, time_s, before_s, block_tokens)
+        before_s, has_fraction = time_s, has_fraction or record.time % 1 > 0
         blocks = chains.blocks_of(record.ids, record.scope)
         tokens = record.input_tokens if record.input_tokens is not None else len(blocks) * block_tokens
-        requests.append(Request(record.time_s, tokens, record.output_tokens, blocks))
+        requests.append(Request(time_s, tokens, record.output_tokens, blocks))
     if not any(request.blocks for request in requests):
         raise InvalidRequest(
             f"{path}: wanted requests with ids of blocks, got {len(requests)} without; use another file"
         )
+    if unit == "ms" and not time_unit:
+        _check_unit(where, requests, has_fraction)
     return Trace(path.name, format_name, block_tokens, requests, chains.digests())
 
 
-def _check(record: Record, before_s: float, block_tokens: int) -> None:
-    where, time_s = record.where, record.time_s
-    if time_s < 0:
-        raise InvalidRequest(f"{where}: wanted a time of 0 or more, got {time_s:g} s; let the trace begin at 0")
+def _check_unit(where: Where, requests: list[Request], has_fraction: bool) -> None:
+    """Refuse times that would be milliseconds and are plainly seconds; `where` is the last one."""
+    took_ms = 1000 * (requests[-1].time_s - requests[0].time_s)
+    least_ms = _LEAST_FRACTION_MS if has_fraction else _LEAST_MS if len(requests) > _FEW else 0.0
+    if 0 < took_ms < least_ms * len(requests):
+        raise InvalidRequest(
+            f"{where}: wanted times in milliseconds, got {len(requests)} requests in {took_ms:g} ms, so they may be "
+            "seconds; say --time-unit s, or --time-unit ms if they are milliseconds"
+        )
+
+
+def _check(record: Record, time_s: float, before_s: float, block_tokens: int) -> None:
+    where = record.where
+    if not 0 <= time_s <= _MOST_S:
+        raise InvalidRequest(
+            f"{where}: wanted a time from 0 to {_MOST_S:g} s, got {time_s:g} s; let the trace begin at 0, or say "
+            "--time-unit ms"
+        )
     if time_s < before_s:
         raise InvalidRequest(
             f"{where}: wanted a time of {before_s:g} s or more, as requests stand in the order of their time, got "

@@ -19,6 +19,8 @@ from kvstore.replay.traces import Request, Trace
 PREFILL_TOKENS_PER_S, LOAD_GB_PER_S = 10_000.0, 10.0
 #: Bytes of KV of a token in such a model: 32 layers of 8 heads of 128, K and V, two bytes each.
 TOKEN_BYTES = 32 * 8 * 128 * 2 * 2
+#: No rate is higher, and none lower than its inverse: times stay numbers.
+_MOST = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,9 @@ class Rates:
             ("--load-gb-per-s", self.load_gb_per_s),
             ("--block-bytes", self.block_bytes),
         ):
-            if not 0 < value < float("inf"):
-                raise InvalidRequest(f"{option}: wanted a number above 0, got {value}; leave it out for the default")
+            if not 1 / _MOST <= value <= _MOST:
+                bounds = f"from {1 / _MOST:g} to {_MOST:g}"
+                raise InvalidRequest(f"{option}: wanted a number {bounds}, got {value}; leave it out for the default")
 
 
 def first_token_s(trace: Trace, hits: Sequence[int], rates: Rates) -> list[float]:

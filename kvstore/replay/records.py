@@ -25,7 +25,7 @@ class Record:
 
     Args:
         where: for errors.
-        time_s: when it came.
+        time: when it came, in the file's unit.
         input_tokens: of the prompt; None when the format has none.
         output_tokens: of the answer; 0 when the format has none.
         ids: of the prompt's blocks, from the first on.
@@ -34,7 +34,7 @@ class Record:
     """
 
     where: Where
-    time_s: float
+    time: float
     input_tokens: int | None
     output_tokens: int
     ids: Sequence[Hashable]

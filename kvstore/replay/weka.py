@@ -49,12 +49,17 @@ def weka_records(text: str, lines: Sequence[str], path: Path) -> tuple[Iterator[
         raise InvalidRequest(
             f"{path}: wanted one block_size in all conversations, 1 or more, got {sorted(sizes)}; replay them alone"
         )
-    is_relative = any(_is_relative(conversation.requests) for _, conversation in conversations)
     records = list[Record]()
-    for index, (where, conversation) in enumerate(conversations):
-        scope = f"conversation {index}" if conversation.hash_id_scope == "local" else ""
-        records += _records_of(conversation.requests, where, scope, 0.0, is_relative)
-    records.sort(key=lambda record: record.time_s)
+    try:
+        is_relative = any(_is_relative(conversation.requests) for _, conversation in conversations)
+        for index, (where, conversation) in enumerate(conversations):
+            scope = f"conversation {index}" if conversation.hash_id_scope == "local" else ""
+            records += _records_of(conversation.requests, where, scope, 0.0, is_relative)
+    except RecursionError as error:
+        raise InvalidRequest(
+            f"{path}: wanted subagents a few levels deep, got hundreds of levels; use another file"
+        ) from error
+    records.sort(key=lambda record: record.time)
     return iter(records), next(iter(sizes), 0)
 
 
@@ -62,7 +67,7 @@ def _conversations(text: str, lines: Sequence[str], path: Path) -> Iterator[tupl
     """Yield each conversation with its place."""
     try:
         whole = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         whole = None  # Not one value: a conversation on each line.
     if whole is None:
         for number, line in enumerate(lines, 1):
@@ -78,7 +83,7 @@ def _conversations(text: str, lines: Sequence[str], path: Path) -> Iterator[tupl
 def _decoded(where: Where, value: Any, decode: Any, shown: str) -> WekaConversation:
     try:
         conversation: WekaConversation = decode(value, type=WekaConversation)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidRequest(
             f"{where}: wanted an object with requests of t, type, in, out and hash_ids, got {clip(shown)} ({error}); "
             "repair it, or name another --format"
@@ -96,10 +101,10 @@ def _is_relative(requests: Sequence[WekaRequest]) -> bool:
 
 
 def _records_of(
-    requests: Sequence[WekaRequest], where: Where, scope: str, began_s: float, is_relative: bool
+    requests: Sequence[WekaRequest], where: Where, scope: str, began: float, is_relative: bool
 ) -> Iterator[Record]:
     for each in requests:
-        time_s = began_s + each.t
+        time = began + each.t
         if each.hash_ids:  # A subagent has none, and not all requests have them.
-            yield Record(where, time_s, each.input_tokens, each.output_tokens, each.hash_ids, scope)
-        yield from _records_of(each.requests, where, scope, time_s if is_relative else 0.0, is_relative)
+            yield Record(where, time, each.input_tokens, each.output_tokens, each.hash_ids, scope)
+        yield from _records_of(each.requests, where, scope, time if is_relative else 0.0, is_relative)

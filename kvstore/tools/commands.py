@@ -18,6 +18,7 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools.doctor import human_bytes
 from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
+from kvstore.tools.terminal import printable
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 MAX_ERROR_CHARS = 600
@@ -213,7 +214,7 @@ class Command(click.Command):
                 click.echo(json.dumps({"error": kind, "text": text}))
             else:
                 short = text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
-                click.echo(f"{click.style(kind, fg='red', bold=True)}: {short}", err=True)
+                click.echo(f"{click.style(kind, fg='red', bold=True)}: {printable(short)}", err=True)
             ctx.exit(2)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from kvstore.memory.room import find_room
+from kvstore.memory.room import SMALL_BYTES, find_room
 from kvstore.tools.lane_probe import LaneReport, probe_lane, probe_plugins
 from kvstore.tools.provenance import package_version
 
@@ -178,8 +178,8 @@ def check_memory() -> Check:
         found += f"; {human_bytes(kept)} more must stay free for Ray ({found_room.kept_by})"
     values = {"room_bytes": room, "source": found_room.source, "kept_bytes": kept}
     check = Check(name="Memory", found=found, values=values)
-    if room < 320 * _MIB:
-        fix = "free memory or raise the limit: a store needs its capacity and 256 MiB of headroom"
+    if room <= SMALL_BYTES:
+        fix = f"free memory or raise the limit: stores of more than {human_bytes(SMALL_BYTES)} are refused here"
         return replace(check, status=Status.FAIL, fix=fix)
     if room < 2 * _GIB:
         fix = "a store of the default capacity of 1 GiB leaves little to the engine; raise the limit"

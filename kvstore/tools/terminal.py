@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
@@ -32,6 +32,19 @@ _REFUSED = {
     "disk": "blocks by max_disk_bytes",
 }  # fmt: skip
 _COLOUR = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
+
+
+def printable(text: str) -> str:
+    """Return text that others may have chosen with its control characters as Python writes them; lines stay lines.
+
+    Sent to a terminal, they clear it, name its window, or write over what is there.
+    """
+    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
+
+
+def escape(text: str) -> str:
+    """Return `printable` text for a console of rich, which takes nothing in it as markup."""
+    return markup.escape(printable(text))
 
 
 def show_status(stats: dict[str, Any], config: StoreConfig) -> None:
@@ -83,9 +96,14 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if "starting" in node:
         yield "starting", f"[yellow]{escape(node['starting'])}[/]"
         return
-    yield "host", f"{node['host']}   epoch {node['epoch']}{'   [yellow]draining[/]' if node['draining'] else ''}"
+    yield (
+        "host",
+        f"{escape(node['host'])}   epoch {node['epoch']}{'   [yellow]draining[/]' if node['draining'] else ''}",
+    )
     pool, nixl, mover = node["pool"], node["nixl"], node["mover_pid"] or "[red]gone[/]"
     yield "processes", f"store {node['pid']}   mover {mover}"
+    if node.get("mover_problem"):
+        yield "", f"[red]no mover can begin, so blocks of other nodes are misses[/]: {escape(node['mover_problem'])}"
     if pool is None:
         yield "slots", f"{human_bytes(node['capacity_bytes'])}, not divided yet: no client has come"
     else:
@@ -99,7 +117,7 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         counts += [f"evicted {pool['num_evicted']:,}"]
         yield "pool", "   ".join(counts)
     for name, tenant in node.get("tenants", {}).items():
-        yield "tenant", _tenant_line(name, tenant)
+        yield "tenant", _tenant_line(escape(name), tenant)
     if node.get("reclaim") is not None:
         yield "watermark", _loop_line(node["reclaim"])
     if node.get("disk") is not None:

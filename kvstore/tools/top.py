@@ -11,11 +11,10 @@ from typing import Any, Protocol
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
 from kvstore.tools.commands import ADDRESS, JSON, NAME, Command, Seconds
-from kvstore.tools.terminal import tenant_share
+from kvstore.tools.terminal import escape, tenant_share
 
 #: Of blocks that loads asked for; the rest were missed.
 _TIERS = ("memory", "disk", "peer")
@@ -205,7 +204,7 @@ def _tenant_table(rows: list[dict[str, Any]]) -> Table:
     for node, name, tenant in found:
         table.add_row(
             *(() if is_one else (node[:12],)),
-            name,
+            escape(name),
             *(tenant_share(tenant, what) for what in shares.values()),
             *map(_rate, (tenant[key] for key in _TENANT_RATES.values())),
         )

@@ -10,7 +10,14 @@ import ray
 
 import kvstore
 from kvstore.actors import starting
-from kvstore.errors import ConfigError, IncompatibleStore, PeerLost, StoreUnavailable, TransferTimeout
+from kvstore.errors import (
+    ConfigError,
+    IncompatibleStore,
+    PeerLost,
+    RegistrationFailed,
+    StoreUnavailable,
+    TransferTimeout,
+)
 
 
 class Cluster:
@@ -34,14 +41,14 @@ class Cluster:
         return answer
 
 
-def wait(monkeypatch, cluster, timeout_s=5.0, answered=()):
+def wait(monkeypatch, cluster, timeout_s=5.0, answered=(), nodes=("n",)):
     answered = iter(answered)
     monkeypatch.setattr(starting, "call", lambda what, method, *args, timeout_s: method(*args))
     monkeypatch.setattr(starting, "begin", lambda what, method: method)
     monkeypatch.setattr(starting, "is_answered", lambda what, method, timeout_s: next(answered, True))
     monkeypatch.setattr(starting, "answer", lambda what, method, timeout_s: method())
-    monkeypatch.setattr(starting, "alive_nodes", lambda: {"n": {}})
-    monkeypatch.setattr(starting, "node_stores", lambda name: {"n": cluster})
+    monkeypatch.setattr(starting, "alive_nodes", lambda: {node: {} for node in nodes})
+    monkeypatch.setattr(starting, "node_stores", lambda name: dict.fromkeys(nodes, cluster))
     monkeypatch.setattr(starting.ray, "is_initialized", lambda: True)
     starting._wait_ready("a", cluster, "own", time.monotonic() + timeout_s)
 
@@ -80,6 +87,14 @@ def test_while_a_round_is_under_way_the_supervisor_hears_of_those_that_wait(monk
 def test_what_no_time_cures_is_final(monkeypatch):
     with pytest.raises(ConfigError, match=r"no node could start a store.*too little"):
         wait(monkeypatch, Cluster(reconcile=[[]], hopeless=[{"n": "too little memory"}]))
+
+
+def test_a_mover_that_cannot_begin_says_why_at_once_and_a_lone_node_begins_without_it(monkeypatch, caplog):
+    cannot = RegistrationFailed("could not start NIXL's UCX backend")
+    wait(monkeypatch, Cluster(ready=[cannot]))
+    assert "on its only node without a mover, which reads from others: could not start NIXL" in caplog.text
+    with pytest.raises(RegistrationFailed, match=r"^node n has no mover, .*: could not start NIXL's UCX backend$"):
+        wait(monkeypatch, Cluster(reconcile=[["n", "m"]], ready=[cannot]), 60.0, nodes=("n", "m"))
 
 
 def test_a_supervisor_that_is_gone_is_looked_for_again(monkeypatch):

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.tools.doctor import human_bytes
 from kvstore.tools.inspection.finding import Answers, absent, is_error
-from kvstore.tools.terminal import tenant_refusals, tenant_share
+from kvstore.tools.terminal import escape, tenant_refusals, tenant_share
 
 _NODE_DIGITS = _NAME_DIGITS = 12
 _MOST_OWNER_CHARS = 28
@@ -161,7 +160,7 @@ def show_leases(name: str, nodes: Answers, console: Console | None = None) -> No
             rows.append(
                 (
                     str(lease["id"]), node, lease["kind"], escape(lease["owner"][:_MOST_OWNER_CHARS]), _place(lease),
-                    lease["tenant"] or "-", _short(lease["namespace"]), f"{lease['num_blocks']:,}",
+                    escape(lease["tenant"]) or "-", _short(lease["namespace"]), f"{lease['num_blocks']:,}",
                     human_bytes(lease["num_bytes"]), age(lease["age_s"]), age(lease["left_s"]),
                     ", ".join(lease["ends_with"]),
                 )
@@ -213,7 +212,8 @@ def show_tenants(name: str, nodes: Answers, console: Console | None = None) -> N
     columns = ("tenant", "node", "memory>", "pinned>", "disk>", "hand-offs>", "evicted>", "by quota>", "refused")
     rows: list[Row] = [
         (
-            tenant, node, *(tenant_share(has, what) for what in ("bytes", "pinned_bytes", "disk_bytes", "handoffs")),
+            escape(tenant), node,
+            *(tenant_share(has, what) for what in ("bytes", "pinned_bytes", "disk_bytes", "handoffs")),
             f"{has['num_evicted']:,}", f"{has['num_evicted_by_quota']:,}", tenant_refusals(has) or "-",
         )
         for node, each in _answered(nodes)
@@ -225,5 +225,5 @@ def show_tenants(name: str, nodes: Answers, console: Console | None = None) -> N
 def _handoff_row(row: dict[str, Any], node: str, what: str, where: str, waits_for: str) -> Row:
     owner = escape(row["owner"][:_MOST_OWNER_CHARS])
     sizes = f"{row['num_blocks']:,}", human_bytes(row["num_bytes"]), age(row["age_s"]), age(row["left_s"])
-    tenant = row["tenant"] or "-"
+    tenant = escape(row["tenant"]) or "-"
     return row["ticket"], node, what, owner, _place(row), tenant, escape(where), *sizes, escape(waits_for)

@@ -20,7 +20,7 @@ from kvstore.actors.session import joining, leftovers, probing, rays
 from kvstore.actors.session.joining import check_named, find_ray, join_ray
 from kvstore.actors.session.probing import check_answers
 from kvstore.actors.session.rays import LocalRay
-from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable
+from kvstore.errors import ConfigError, StoreBusy, StoreNotRunning, StoreUnavailable
 
 TOKEN = "Bearer secret"
 CLUSTER = gcs_service_pb2.GetClusterIdReply(cluster_id=b"x" * 28).SerializeToString()
@@ -342,6 +342,22 @@ def test_a_raylet_that_answers_is_joined_and_shown_no_token(gcs, monkeypatch, sa
     one, raylet, inits = with_raylet(gcs, monkeypatch, says)
     join_ray(one.address, may_start=False)
     assert (inits, raylet.shown) == ([one.address], [None])
+
+
+def test_a_ray_whose_gcs_hangs_while_it_is_joined_is_given_up_at_the_deadline_and_left_later(gcs, monkeypatch):
+    one, _, _ = with_raylet(gcs, monkeypatch, "hello")
+    goes_on, left = threading.Event(), []
+    monkeypatch.setattr(joining, "_init_ray", lambda namespace, address: goes_on.wait(60))
+    monkeypatch.setattr(joining.ray, "shutdown", lambda: left.append(1))
+    for error in (StoreUnavailable, StoreBusy):
+        began_s = time.monotonic()
+        with pytest.raises(error):
+            join_ray(one.address, may_start=False, deadline_s=began_s + 2.0)
+        assert time.monotonic() - began_s < 20
+    assert left == []
+    goes_on.set()
+    joining.KEEPER.settle(time.monotonic() + 30)
+    assert left == [1]
 
 
 def test_a_ray_without_a_node_here_is_not_joined(gcs, monkeypatch):

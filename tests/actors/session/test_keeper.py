@@ -46,9 +46,9 @@ def test_what_fails_is_raised_in_the_thread_that_waits():
 
 def test_what_is_not_done_in_time_is_undone_afterwards_and_waited_for():
     keeper, go, undone = Keeper(), threading.Event(), []
-    with pytest.raises(StoreUnavailable, match="did not come up in time"):
+    with pytest.raises(StoreUnavailable, match="was not connected to its Ray in time"):
         keeper.do(lambda: go.wait(10), lambda: undone.append(1), time.monotonic() + 0.05)
-    with pytest.raises(StoreBusy, match="still being ended"):
+    with pytest.raises(StoreBusy, match="still leaving a Ray"):
         keeper.settle(time.monotonic() + 0.05)
     assert undone == []
     go.set()

@@ -66,12 +66,12 @@ def test_the_view_is_at_the_address(slab):
 
 
 def test_more_than_there_is_is_refused_with_both_numbers(monkeypatch):
-    monkeypatch.setattr(room, "find_room", lambda: room.Room(300 << 20, "cgroup limit /x/memory.max"))
+    monkeypatch.setattr(room, "find_room", lambda _: room.Room(300 << 20, "cgroup limit /x/memory.max"))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError) as caught:
-        create_arena(100 << 20)
+        create_arena(301 << 20)
     text = str(caught.value)
-    assert str(100 << 20) in text
+    assert str(301 << 20) in text
     assert str(300 << 20) in text
     assert "/x/memory.max" in text
     assert len(os.listdir("/proc/self/fd")) == before

@@ -80,13 +80,34 @@ def test_ray_keeps_a_share_of_what_it_watches(group, monkeypatch, tmp_path):
 
 
 def test_the_error_says_what_is_kept_free_and_why(monkeypatch):
-    monkeypatch.setattr(room, "find_room", lambda: room.Room(4 * GIB, "a limit", GIB, "RAY_some_variable=1"))
-    room.check_room(3 * GIB - (256 << 20))
-    room.check_room(4 * GIB - (256 << 20), freed_bytes=GIB)
+    monkeypatch.setattr(room, "find_room", lambda _: room.Room(4 * GIB, "a limit", GIB, "RAY_some_variable=1"))
+    room.check_room(3 * GIB)
+    room.check_room(4 * GIB, freed_bytes=GIB)
     with pytest.raises(ConfigError) as caught:
-        room.check_room(3 * GIB)
-    assert f"plus {GIB + (256 << 20)} of headroom (Ray ends processes when less than {GIB} bytes" in str(caught.value)
-    assert "RAY_some_variable=1" in str(caught.value)
-    monkeypatch.setattr(room, "find_room", lambda: room.Room(GIB, "a limit"))
-    with pytest.raises(ConfigError, match=f"plus {256 << 20} of headroom, got {GIB} bytes"):
-        room.check_room(GIB)
+        room.check_room(3 * GIB + 1)
+    assert str(caught.value) == (
+        f"wanted {3 * GIB + 1} bytes of memory for the capacity, got {4 * GIB} bytes that are free (a limit); {GIB} of "
+        "them stay free, or Ray ends processes of this node (RAY_some_variable=1); lower capacity= or free memory"
+    )
+
+
+def test_a_store_needs_room_for_its_capacity_and_nothing_more(monkeypatch):
+    monkeypatch.setattr(room, "find_room", lambda _: room.Room(GIB, "a limit"))
+    room.check_room(GIB)
+    with pytest.raises(
+        ConfigError, match=f"wanted {GIB + 1} bytes .*, got {GIB} bytes that are free \\(a limit\\); lower"
+    ):
+        room.check_room(GIB + 1)
+
+
+def test_a_small_store_starts_also_near_the_threshold_of_ray(group, monkeypatch):
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.5")
+    group(4 * GIB, 3 * GIB)
+    assert room.find_room().room_bytes == 0
+    room.check_room(4 << 20)
+    room.check_room(256 << 20)
+    with pytest.raises(ConfigError, match=f"; {2 * GIB} of them stay free, or Ray ends .*usage_threshold=0.5"):
+        room.check_room(257 << 20)
+    group(4 * GIB, 4 * GIB - (3 << 20))
+    with pytest.raises(ConfigError, match=f"wanted {4 << 20} bytes .*, got {3 << 20} bytes"):
+        room.check_room(4 << 20)

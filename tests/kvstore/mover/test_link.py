@@ -69,6 +69,15 @@ class Pair:
         return self.link.ask(Op.MOVER_STAGE, STAGE, timeout_s, on_terminal)
 
 
+def test_while_no_mover_can_begin_reads_say_why_until_there_is_one():
+    link = MoverLink()
+    link.problem = "could not start UCX"
+    with pytest.raises(PeerLost, match=r"is not running, .*; no mover can begin: could not start UCX"):
+        link.ask(Op.MOVER_STATS, None, 1.0)
+    link.serve(Mover(), Message(Op.MOVER_READY, Flag.ONE_WAY, 0, encode(MoverReady(b"agent", 4096))), [].append)
+    assert link.problem == ""
+
+
 @pytest.fixture
 def pair():
     return Pair()

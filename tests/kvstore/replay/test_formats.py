@@ -86,7 +86,7 @@ def changed(**fields):
 @pytest.mark.parametrize(
     ("row", "kind", "says"),
     [
-        (changed(timestamp=-1), InvalidRequest, r"line 2: wanted a time of 0 or more, got -0.001 s; let the"),
+        (changed(timestamp=-1), InvalidRequest, r"line 2: wanted a time from 0 to 1e\+11 s, got -0.001 s; let the"),
         (changed(hash_ids=[0, 1, 0]), ChainBroken, r"line 2: wanted each id of a request once.*got 0 twice; .*bailian"),
         (changed(hash_ids=[0]), ChainBroken, r"line 2: wanted 3 ids, for 1536 tokens in blocks of 512, got 1; a chain"),
         (changed(hash_ids=[0, 1, 2, 3]), ChainBroken, r"line 2: wanted 3 ids, .*got 4; .*--block-tokens"),
@@ -100,6 +100,9 @@ def changed(**fields):
         ('{"timestamp": 1e999, "input_length": 1, "hash_ids": [0]}', InvalidRequest, r"line 2: .*out of range"),
         ('{"timestamp": NaN, "input_length": 1, "hash_ids": [0]}', InvalidRequest, r"line 2: .*malformed"),
         ('{"timestamp": 3000, "input_le', InvalidRequest, r"line 2: wanted a line of the mooncake.*truncated"),
+        (changed(delay=100), InvalidRequest, r"line 2: wanted a line of the mooncake.*unknown field `delay`"),
+        (changed(timestamp=2e14), InvalidRequest, r"line 2: wanted a time from 0 to 1e\+11 s, got 2e\+11 s; let"),
+        ('{"timestamp": ' + "[" * 5000, InvalidRequest, r"line 2: wanted a line of the mooncake"),
         ("[1, 2]", InvalidRequest, r"line 2: wanted a line of the mooncake.*Expected `object`"),
         ("rubbish", InvalidRequest, r"line 2: wanted a line of the mooncake.*; repair the line, or name"),
     ],
@@ -159,3 +162,48 @@ def test_a_file_that_is_not_there_a_folder_and_bytes(tmp_path):
     (tmp_path / "zst").write_bytes(b"(\xb5/\xfd\x00")
     with pytest.raises(InvalidRequest, match=r"wanted text in UTF-8, got byte 0xb5 at 1; .*decompress"):
         read_trace(tmp_path / "zst")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"requests":' * 50_000, "[\n" * 50_000 + '"requests"'])
+def test_values_that_are_nested_without_end_are_refused(tmp_path, text):
+    with pytest.raises(InvalidRequest, match=r"trace line 1: wanted .*, got "):
+        read_trace(written(tmp_path, text))
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    path = written(tmp_path, "\ufefftime,obj_id", "0,a", "1,a")
+    assert read_trace(path).num_references == 2
+    assert read_trace(written(tmp_path, "\ufeff" + json.dumps(MOONCAKE[0]))).format_name == "mooncake"
+
+
+def every(seconds, count, unit):
+    return [{"timestamp": at * seconds * unit, "input_length": 9, "hash_ids": [at]} for at in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "got"),
+    [
+        ([MOONCAKE[0], changed(timestamp=3.25)], 2, "got 2 requests in 3.25 ms, so they may be seconds; say --time"),
+        ([row for row in every(1, 200, 1) for _ in range(2)], 400, "got 400 requests in 199 ms"),
+    ],
+)
+def test_times_that_are_plainly_seconds_are_not_read_as_milliseconds(tmp_path, rows, line, got):
+    path = written(tmp_path, *rows)
+    with pytest.raises(InvalidRequest, match=rf"line {line}: wanted times in milliseconds, {got}"):
+        read_trace(path)
+    assert read_trace(path, time_unit="s").requests[-1].time_s == rows[-1]["timestamp"]
+    assert read_trace(path, time_unit="ms").requests[-1].time_s == rows[-1]["timestamp"] / 1000
+
+
+def test_milliseconds_in_which_requests_come_at_once_are_milliseconds(tmp_path):
+    at_once = [{**row, "timestamp": 0} for row in every(1, 300, 1)]
+    assert len(read_trace(written(tmp_path, *at_once)).requests) == 300
+    busy, artifacts = every(4, 300, 1), every(0.03, 300, 1000)  # Times like 90.00000000000001 have a fraction, too.
+    assert read_trace(written(tmp_path, *busy)).requests[-1].time_s == pytest.approx(1.196)
+    assert read_trace(written(tmp_path, *artifacts)).requests[-1].time_s == pytest.approx(8.97)
+
+
+def test_the_unit_of_times_can_be_said_of_every_format(tmp_path):
+    assert read_trace(written(tmp_path, "1500,a"), time_unit="ms").requests[0].time_s == 1.5
+    assert read_trace(written(tmp_path, *BAILIAN), time_unit="ms").requests[0].time_s == 0.0615
+    assert read_trace(written(tmp_path, WEKA), time_unit="ms").requests[0].time_s == 0.001

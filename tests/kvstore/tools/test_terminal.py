@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from kvstore.config import StoreConfig
+from kvstore.tools.doctor import Check, Status
 from kvstore.tools.settings import settings_of
-from kvstore.tools.terminal import progress, show_status
+from kvstore.tools.terminal import progress, show_check, show_status
 
 SHARD = {"num_blocks": 1234, "num_nodes": 4, "num_bytes": 3 << 20, "num_dropped": 0}
 
@@ -75,6 +76,9 @@ def test_each_tenant_of_a_node_has_a_line_with_its_quotas_and_refusals_only_wher
     }  # fmt: skip
     show_status({"name": "s", "nodes": {"n": node}, "without_store": [], "problems": {}, "starting": {}}, StoreConfig())
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "hand-offs" in line]
+    cannot = {"n": node | {"mover_pid": 0, "mover_problem": "could not start UCX"}}
+    show_status({"name": "s", "nodes": cannot, "without_store": [], "problems": {}, "starting": {}}, StoreConfig())
+    assert "no mover can begin, so blocks of other nodes are misses: could not start UCX" in capsys.readouterr().out
     assert [line.split(maxsplit=1)[1] for line in lines] == [
         "a: 992 KiB of 1 MiB, pinned 0 B of 4 KiB, disk 5 MiB, hand-offs 2 of 2, evicted 578, 570 by quota   "
         "refused: 1,234 blocks by max_bytes, 3 hand-offs",
@@ -91,3 +95,13 @@ def test_progress_that_nobody_reads_ends_nothing(monkeypatch):
             say("first")
             say("second")
         os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # Its close writes what is left.
+
+
+def test_control_characters_of_errors_are_shown_and_not_sent(capsys):
+    evil = "no \x1b[2Janswer\x07"
+    stats = {"name": "s", "nodes": {"a": {"error": evil}}, "without_store": [], "problems": {"a": evil}}
+    show_status(stats | {"starting": {}, "directory": [{"error": evil}]}, StoreConfig())
+    show_check(Check(name="ray", status=Status.FAIL, found=evil, fix=evil))
+    text = capsys.readouterr().out
+    assert text.count("no \\x1b[2Janswer\\x07") == 5
+    assert "\x1b" not in text

@@ -88,8 +88,16 @@ def shown(rows, width=160):
 def test_the_table_has_what_the_rows_have(later):
     later["traffic"]["hit_blocks"]["disk"] = 4
     later["traffic"]["in_bytes"]["save"] = 3 * 10**9
-    text = shown(rows_of(stats(a=NODE, b={"error": "x"}), stats(a=later, b={"error": "[no] answer"})))
-    for part in ("store s", "75%, 10%", "0% 100% 0%", "1.00 0.00 0.00 0.00", "3/1/0, 60 s", "4 5 6", "[no] answer"):
+    text = shown(rows_of(stats(a=NODE, b={"error": "x"}), stats(a=later, b={"error": "[no] answer\x1b[2J"})))
+    for part in (
+        "store s",
+        "75%, 10%",
+        "0% 100% 0%",
+        "1.00 0.00 0.00 0.00",
+        "3/1/0, 60 s",
+        "4 5 6",
+        "[no] answer\\x1b[2J",
+    ):
         assert part in text
     assert "none yet" in shown(rows_of(stats(a=NODE), stats(a={**NODE, "pool": None, "draining": True})))
 

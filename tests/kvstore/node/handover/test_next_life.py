@@ -222,15 +222,15 @@ def test_memory_of_another_size_needs_room_for_both_at_once(cluster, lives, monk
     hashes = cluster.hashes(4)
     cluster.worker(NODE).save(hashes, range(4))
     lives.give()
-    monkeypatch.setattr(room, "find_room", _once(lambda: room.Room(0, "a test"), room.find_room))
+    monkeypatch.setattr(room, "find_room", _once(lambda _: room.Room(0, "a test"), room.find_room))
     beginning = lives.take(capacity_bytes=1 << 18)
-    assert (beginning.is_warm, "headroom" in beginning.why_cold, memory_files()) == (False, True, 1)
+    assert (beginning.is_warm, "for the capacity" in beginning.why_cold, memory_files()) == (False, True, 1)
     assert cluster.worker(NODE).save(hashes, range(4)).num_written == 4
 
 
 def _once(first, then):
     calls = iter([first])
-    return lambda: next(calls, then)()
+    return lambda num_bytes: next(calls, then)(num_bytes)
 
 
 def test_the_memory_of_another_store_is_refused(cluster, lives):

@@ -371,3 +371,31 @@ def test_what_no_node_has_is_told_in_the_numbers_of_the_chain():
     nodes = {"a": {"runs": [run_of(3, 1)]}, "b": SILENT}
     assert absent(nodes, CHAIN[2:]) == [(2, 3)]
     assert absent({"a": {"runs": [run_of(0, 4)]}}, CHAIN) == []
+
+
+EVIL = "x\x1b[2J\x1b]0;own\x07\r\x9b1m\u202e"
+
+
+def evil(row, *keys):
+    return row | dict.fromkeys(keys, EVIL)
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        (("lease",), {"leases": {"leases": [evil(LEASE | {"pid": 0}, "owner", "host", "tenant")], "num_all": 1}}),
+        (("handoff",), {"handoffs": {
+            "tickets": [evil(TICKET, "owner", "tenant", "place", "waits_for", "void")], "num_tickets": 1,
+            "fetches": [evil(FETCH | {"pid": 0}, "owner", "host", "tenant", "waits_for")], "num_fetches": 1,
+            "early": [], "num_early": 0,
+        }}),
+    ],
+)  # fmt: skip
+def test_control_characters_that_others_chose_are_shown_and_not_sent(words, answers):
+    store = Store(**{what: {"a": answer, "b": {"error": EVIL}} for what, answer in answers.items()})
+    text = store.run(*words, wants=1).stdout
+    assert EVIL.encode("unicode_escape").decode()[:12] in text
+    assert [sign for sign in set(text) - {"\n"} if not sign.isprintable()] == []
+    written = store.run(*words, "--json", wants=1).stdout
+    assert [sign for sign in set(written) - {"\n"} if not sign.isprintable()] == []
+    assert json.loads(written)["nodes"]["b"] == {"error": EVIL}
