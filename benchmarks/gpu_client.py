@@ -26,6 +26,7 @@ import torch
 
 import kvstore
 from benchmarks.gpu_rows import Rows, print_rows
+from kvstore.engine.cuda_copier import CudaCopier
 from kvstore.kernels.direct import DirectCopies
 from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.plan import CopyPlan, plan_copy
@@ -89,6 +90,8 @@ def client_rows(rounds: int) -> Rows:
 
 def measured_client(engine: Engine, layout: str, count: int, rounds: int) -> Rows:
     client, rng = engine.client, np.random.default_rng()
+    copier = client._attached.registered()
+    path = copier.path.value if isinstance(copier, CudaCopier) else "host"
     num_bytes = count * SHAPE.block_bytes
     pinned, flat = (
         torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True),
@@ -140,7 +143,7 @@ def measured_client(engine: Engine, layout: str, count: int, rounds: int) -> Row
         median = statistics.median(seconds)
         rows.append(
             {
-                "what": "client", "layout": layout, "path": client._attached.engine.copier.path.value,
+                "what": "client", "layout": layout, "path": path,
                 "num_blocks": count, "way": name,
                 "ms": round(median * 1e3, 3), "gb_per_s": round(moved / median / SECOND, 2),
             }
