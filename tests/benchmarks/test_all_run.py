@@ -92,9 +92,8 @@ def gpu_client(small):
 
     small.request.getfixturevalue("ray_cluster")
     start = kvstore.start
-    small.patch(
-        "kvstore.start", lambda capacity, name, **_: start(capacity, name=name)
-    )  # there, not in a Ray of its own
+    # In the Ray that is there, not in one of its own.
+    small.patch("kvstore.start", lambda capacity, name, **_: start(capacity, name=name))
     module = small.module("benchmarks.gpu_client", SHAPE=SHAPE, NUM_BLOCKS=3, COUNTS=(3,), STORE_BYTES=1 << 22)
     rows = small.gpu_rows(module, "--rounds", "1")
     assert {row["what"] for row in rows} == {"client", "paths"}

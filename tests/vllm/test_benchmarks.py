@@ -32,7 +32,10 @@ def test_first_tokens_from_the_store_in_one_process_for_each_way(tmp_path):
 
 
 def test_first_tokens_from_the_store_beside_a_dict_of_tensors(tmp_path):
-    two = "made = module.Engines\nmodule.Engines = lambda model, ways: made(model, {w: ways[w] for w in ('raykv', 'dict')})"
+    two = (
+        "made = module.Engines\n"
+        "module.Engines = lambda model, ways: made(model, {name: ways[name] for name in ('raykv', 'dict')})"
+    )
     found = run(tmp_path, "serving", "--part", "first-tokens", "--tokens", "64", before=two)
     assert found["refused"] == {}
     assert {(row["way"], row["state"]) for row in found["rows"]} == {
