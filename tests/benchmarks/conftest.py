@@ -49,7 +49,7 @@ class Driver:
         return lambda *args: 0
 
     def cuStreamCreateWithPriority(self, stream, flags, priority):
-        stream._obj.value = 1
+        ctypes.cast(stream, ctypes.POINTER(ctypes.c_void_p))[0] = 1
         return 0
 
     def cuMemcpyAsync(self, target, source, num_bytes, stream):
@@ -120,7 +120,6 @@ def cpu_as_gpu(shim, monkeypatch):
     }  # fmt: skip
     for name, replacement in plain.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    driver._primary_context.cache_clear()
+    monkeypatch.setattr(driver, "_primary_context", lambda index: None)
     with CpuTensors():
         yield
-    driver._primary_context.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -12,7 +13,10 @@ from importlib import import_module
 import click
 import pytest
 
+from kvstore.actors.plain_nodes import plain_nodes
 from kvstore.blocks.shape import KVShape
+from kvstore.client.client import Client
+from kvstore.config import StoreConfig
 
 #: Module -> the test that runs it. Those of Ray Serve and vLLM run where these are installed.
 ELSEWHERE = {
@@ -29,6 +33,7 @@ ELSEWHERE = {
     "examples.serve_app": "serve/test_app.py",
     "examples.serve_check": "serve/test_app.py",
     "examples.serve_openai": "examples/test_serve_openai.py",
+    "examples.serving_job": "examples/test_serving_job.py",
     "examples.submit_job": "examples/test_submit_job.py",
     "examples.transformers_generate": "examples/test_transformers_generate.py",
     "examples.vllm_cold_warm": "examples/test_vllm.py",
@@ -41,7 +46,7 @@ PARTS = {
     "benchmarks.serve_mixes": "benchmarks.serve_choices",
     "benchmarks.serve_simulated": "benchmarks.serve_routing",
     "benchmarks.serving_cores": "benchmarks.serving_way",
-    "benchmarks.serving_dict": "benchmarks.serving_engine",
+    "benchmarks.serving_dict": "benchmarks.serving",
     "benchmarks.serving_disk": "benchmarks.serving",
     "benchmarks.serving_engine": "benchmarks.serving",
     "benchmarks.serving_report": "benchmarks.serving",
@@ -88,12 +93,13 @@ def gpu_beside(small):
 
 
 def gpu_client(small):
-    import kvstore
+    def start(capacity_bytes, **_):
+        """The same store without a Ray."""
+        held = contextlib.ExitStack()
+        node = held.enter_context(plain_nodes(StoreConfig(name="bench-gpu", capacity_bytes=capacity_bytes)))[0]
+        return types.SimpleNamespace(client=lambda space: Client(node.control_path, space), stop=held.close)
 
-    small.request.getfixturevalue("ray_cluster")
-    start = kvstore.start
-    # In the Ray that is there, not in one of its own.
-    small.patch("kvstore.start", lambda capacity, name, **_: start(capacity, name=name))
+    small.patch("kvstore.start", start)
     module = small.module("benchmarks.gpu_client", SHAPE=SHAPE, NUM_BLOCKS=3, COUNTS=(3,), STORE_BYTES=1 << 22)
     rows = small.gpu_rows(module, "--rounds", "1")
     assert {row["what"] for row in rows} == {"client", "paths"}
@@ -205,20 +211,6 @@ def pack_blocks(small):
     return [said]
 
 
-def serving_job(small):
-    """As a job that finds its Ray, and a store in it."""
-    lines = [
-        "import runpy, ray, kvstore",
-        "ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, namespace='jobs')",
-        "store = kvstore.start('16MiB')",
-        "runpy.run_path('examples/serving_job.py', run_name='__main__')",
-        "store.stop()",
-    ]
-    run = small.request.getfixturevalue("run_example")(sys.executable, "-c", "\n".join(lines), timeout_s=110)
-    assert run.stdout.endswith("every byte right: yes\n"), run.stderr
-    return [run.stdout]
-
-
 RUNS = {
     "benchmarks.attacks": attacks,
     "benchmarks.codec": codec,
@@ -237,7 +229,6 @@ RUNS = {
     "benchmarks.studies.handoff_agents": handoff_agents,
     "benchmarks.studies.mover_process": mover_process,
     "examples.pack_blocks": pack_blocks,
-    "examples.serving_job": serving_job,
 }
 
 
