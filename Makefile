@@ -9,6 +9,12 @@ BIN := .venv/bin
 VLLM ?=
 VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin
 VLLM_TESTS ?= tests/vllm tests/examples/test_vllm.py
+# Short ones of each integration: Ray, NIXL and torch; transformers; vLLM.
+NEWEST_TESTS ?= tests/examples/test_prefill_decode.py tests/examples/test_actor_handle.py \
+    tests/examples/test_transformers_generate.py tests/integrations/transformers/test_generate.py \
+    tests/integrations/transformers/test_cluster.py tests/kvstore/mover
+NEWEST_VLLM_TESTS ?= tests/vllm/test_answers.py tests/vllm/test_keys.py tests/vllm/test_space.py \
+    tests/vllm/test_startup.py tests/vllm/test_requests.py
 SERVE_BIN := .venv-serve/bin
 SERVE_TESTS ?= tests/serve
 ARGS ?=
@@ -16,7 +22,7 @@ MINUTES ?= 10
 FRAMES ?= 20000
 PROCESSES ?= 3
 
-.PHONY: help setup demo test test-gpu mutants check lint format wheel test-network test-vllm example-vllm demo-vllm test-serve demo-serve bench-serve bench bench-serving soak matrix fuzz clean
+.PHONY: help setup demo test test-newest test-gpu mutants check lint format wheel test-network test-vllm example-vllm demo-vllm test-serve demo-serve bench-serve bench bench-serving soak matrix fuzz clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +38,14 @@ test: setup  ## the tests, in three processes; ARGS="-k pool -x" is passed to py
 
 test-network: setup  ## clusters in network namespaces: cut, slow and lossy links, frozen machines, jobs; needs root and iproute2, takes minutes
 	@$(BIN)/python -m pytest -q tests/network/test_*.py tests/network/long_*.py $(ARGS)
+
+test-newest:  ## short tests with the newest releases that pyproject.toml allows and the newest vLLM, in .venv-newest and .venv-vllm-newest
+	@bash scripts/setup_newest.sh >&2
+	@VLLM=newest bash scripts/setup_vllm.sh >&2
+	@status=0; \
+	    .venv-newest/bin/python -m pytest -q -W default $(NEWEST_TESTS) $(ARGS) || status=$$?; \
+	    OMP_NUM_THREADS=1 .venv-vllm-newest/bin/python -m pytest -q -W default $(NEWEST_VLLM_TESTS) $(ARGS) || status=$$?; \
+	    exit $$status
 
 test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray
 	@PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),python3) -m pytest -q \

@@ -1,8 +1,8 @@
 """What a message costs: it is made, encoded and decoded, in this version and in another one, in turns.
 
 Each figure is the median over the turns of a process of each version; `read_us` has the arrays of the message read
-through numpy as well, as its receiver does. FOLDER is a checkout of the other version; one from before
-kvstore/blocks/codec.py is measured through the functions that it had.
+through numpy as well, as its receiver does. FOLDER is a checkout of the other version,
+commit 81b490b or a later one: earlier ones have no kvstore/blocks/codec.py.
 
 Run: `python benchmarks/codec.py [FOLDER] [--turns N] [--json]`. Rows are {message, version, us, read_us}.
 """
@@ -32,15 +32,7 @@ def nothing(message: Any) -> None:
     """Read no arrays: there are none."""
 
 
-def fetch_of(kind: Callable[..., Any]) -> Any:
-    """Make a request by keywords, as a client does."""
-    return kind(
-        key=KEY, namespace=KEY, epoch=EPOCH, node_id="b" * 56, num_blocks=128, ttl_s=30.0, timeout_s=60.0, from_slab=1,
-        slab=2, generation=3, is_early=True,
-    )  # fmt: skip
-
-
-def calls_of_this() -> Calls:
+def make_calls() -> Calls:
     import numpy as np
 
     from kvstore.blocks.codec import encode
@@ -48,6 +40,12 @@ def calls_of_this() -> Calls:
     from kvstore.blocks.indexes import ints_in, pack_ints
     from kvstore.rpc.handoff_messages import FetchRequest, decode_fetch
     from kvstore.rpc.messages import Progress, decode_grant, decode_progress, decode_ticket
+
+    def fetch() -> FetchRequest:
+        return FetchRequest(
+            key=KEY, namespace=KEY, epoch=EPOCH, node_id="b" * 56, num_blocks=128, ttl_s=30.0, timeout_s=60.0,
+            from_slab=1, slab=2, generation=3, is_early=True,
+        )  # fmt: skip
 
     def ticket(count: int) -> Callable[[], Any]:
         packed, lives = pack_ints(range(count)), bytes(4 * count)
@@ -66,7 +64,7 @@ def calls_of_this() -> Calls:
 
     packed, slots = pack_ints(range(128)), np.arange(128, dtype=np.int32)
     return {
-        "fetch": (lambda: decode_fetch(encode(fetch_of(FetchRequest))), nothing),
+        "fetch": (lambda: decode_fetch(encode(fetch())), nothing),
         "ticket, 128 blocks": (ticket(128), read),
         "ticket, 2048 blocks": (ticket(2048), read),
         "grant, 128 blocks": (
@@ -80,61 +78,9 @@ def calls_of_this() -> Calls:
     }
 
 
-def calls_of_before() -> Calls:
-    import numpy as np
-
-    from kvstore.blocks.grants import Grant, PackedInts, StoreTicket
-    from kvstore.rpc.handoff_messages import FetchRequest, pack_fetch, unpack_fetch
-    from kvstore.rpc.messages import (
-        Progress,
-        pack_grant,
-        pack_progress,
-        pack_ticket,
-        unpack_grant,
-        unpack_progress,
-        unpack_ticket,
-    )
-
-    def ticket(count: int) -> Callable[[], Any]:
-        packed, lives = PackedInts.of(range(count)), bytes(4 * count)
-        return lambda: unpack_ticket(
-            pack_ticket(
-                StoreTicket(
-                    write_id=7, indexes=packed, slots=packed, num_resident=0, num_refused=0, num_clears=1,
-                    generations=lives, epoch=EPOCH,
-                )
-            )
-        )  # fmt: skip
-
-    def read(made: StoreTicket) -> None:
-        for array in (made.indexes, made.slots):
-            np.asarray(array, np.int64)
-
-    packed, slots = PackedInts.of(range(128)), np.arange(128, dtype=np.int32)
-    return {
-        "fetch": (lambda: unpack_fetch(pack_fetch(fetch_of(FetchRequest))), nothing),
-        "ticket, 128 blocks": (ticket(128), read),
-        "ticket, 2048 blocks": (
-            ticket(2048),
-            lambda t: (np.asarray(t.indexes, np.int64), np.asarray(t.slots, np.int64)),
-        ),
-        "grant, 128 blocks": (
-            lambda: unpack_grant(pack_grant(Grant(7, packed, bytes(512), 0, EPOCH))),
-            lambda grant: np.asarray(grant.slots, np.int64),
-        ),
-        "progress, 128 blocks": (
-            lambda: unpack_progress(pack_progress(Progress(7, 0, slots))),
-            lambda progress: progress.slots.astype(np.int64),
-        ),
-    }
-
-
 def measure() -> dict[str, list[float]]:
-    import kvstore
-
-    has_codec = (Path(kvstore.__file__).parent / "blocks" / "codec.py").exists()
     found = {}
-    for name, (call, read) in (calls_of_this() if has_codec else calls_of_before()).items():
+    for name, (call, read) in make_calls().items():
 
         def call_and_read(call: Callable[[], Any] = call, read: Callable[[Any], Any] = read) -> None:
             read(call())

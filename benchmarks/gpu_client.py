@@ -26,6 +26,7 @@ import torch
 
 import kvstore
 from benchmarks.gpu_rows import Rows, print_rows
+from kvstore.engine.cuda_copier import CudaCopier
 from kvstore.kernels.direct import DirectCopies
 from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.plan import CopyPlan, plan_copy
@@ -36,6 +37,7 @@ from kvstore.kernels.stored import StoredBlock
 SHAPE = kvstore.KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
 COUNTS = (16, 64, 256)
 NUM_BLOCKS = 256
+STORE_BYTES = 3 << 30
 #: Layout -> dims of the engine's tensors, in the letters of kvstore/engine/layout.py.
 LAYOUTS = {"per layer (NHD)": "PBTHD", "cross-layer, stored order": "BHLPTD"}
 SECOND = 1e9
@@ -55,10 +57,14 @@ class Engine:
     """A cache of the 8B shape on the GPU, registered with a client of its own."""
 
     def __init__(self, store: kvstore.api.Store, axes: str) -> None:
-        sizes = {"P": 2, "B": 2 * NUM_BLOCKS, "T": 16, "H": 8, "L": 32, "D": 128}
+        sizes = {
+            "P": 2, "B": 2 * NUM_BLOCKS, "T": SHAPE.block_size, "H": SHAPE.num_kv_heads, "L": SHAPE.num_layers,
+            "D": SHAPE.head_dim,
+        }  # fmt: skip
         dims = [sizes[axis] for axis in axes]
         self.axes = axes
-        self.tensors = [torch.empty(dims, dtype=torch.bfloat16, device="cuda") for _ in range(1 if "L" in axes else 32)]
+        count = 1 if "L" in axes else SHAPE.num_layers
+        self.tensors = [torch.empty(dims, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
         self.client = store.client(kvstore.Namespace(model=f"bench {axes}", shape=SHAPE))
         self.client.register_kv_caches(self.tensors[0] if "L" in axes else self.tensors, axes)
 
@@ -72,7 +78,7 @@ class Engine:
 
 
 def client_rows(rounds: int) -> Rows:
-    store = kvstore.start("3GiB", name="bench-gpu", address="local", timeout_s=120)
+    store = kvstore.start(STORE_BYTES, name="bench-gpu", address="local", timeout_s=120)
     rows = []
     try:
         for layout, axes in LAYOUTS.items():
@@ -89,6 +95,8 @@ def client_rows(rounds: int) -> Rows:
 
 def measured_client(engine: Engine, layout: str, count: int, rounds: int) -> Rows:
     client, rng = engine.client, np.random.default_rng()
+    copier = client._attached.registered()
+    path = copier.path.value if isinstance(copier, CudaCopier) else "host"
     num_bytes = count * SHAPE.block_bytes
     pinned, flat = (
         torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True),
@@ -110,7 +118,7 @@ def measured_client(engine: Engine, layout: str, count: int, rounds: int) -> Row
 
     later: list[Any] = []
     for turn in range(rounds + 2):
-        hashes, more = (client.space.block_hashes(rng.integers(0, 1 << 30, count * 16)) for _ in range(2))
+        hashes, more = (client.space.block_hashes(rng.integers(0, 1 << 30, count * SHAPE.block_size)) for _ in range(2))
         saved, loaded = rng.permutation(2 * NUM_BLOCKS)[:count], rng.permutation(2 * NUM_BLOCKS)[:count]
         engine.fill()
         want = engine.blocks(saved)
@@ -140,7 +148,7 @@ def measured_client(engine: Engine, layout: str, count: int, rounds: int) -> Row
         median = statistics.median(seconds)
         rows.append(
             {
-                "what": "client", "layout": layout, "path": client._attached.engine.copier.path.value,
+                "what": "client", "layout": layout, "path": path,
                 "num_blocks": count, "way": name,
                 "ms": round(median * 1e3, 3), "gb_per_s": round(moved / median / SECOND, 2),
             }

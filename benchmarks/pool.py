@@ -5,9 +5,7 @@
 - Parts: each round stores one long chain in one part, and one in eight, as the ranks of an engine do; a row is of one
   rank's calls.
 - Clearing: of a namespace that has nothing here, and of one that fills a large pool; of that, what the whole takes, and
-  for how long it holds the pool's lock at once.
-- Directory: on an index of a million blocks, a batch of a store that is taken in, a question for a prompt, and a node
-  that is forgotten: one of 1,000 blocks, and the steps in which a node of a million goes.
+  for how long it holds the pool's lock at once. The directory's index has a benchmark of its own.
 
 Run: `python benchmarks/pool.py [--json] [--rounds N]`. Prints a table, or with --json one object with the
 rows {op, num_blocks, p50_us, p99_us, max_us} and the machine and commit they were measured on.
@@ -28,8 +26,6 @@ import numpy as np
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.pool import Pool
-from kvstore.remote.announcements import PIECE_BLOCKS
-from kvstore.remote.index.directory_index import SWEEP_PLACES, DirectoryIndex
 from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
@@ -39,8 +35,6 @@ SIZES = (128, 1024)
 LONG, NUM_PARTS = 8192, 8
 #: 100 GiB of blocks of 256 KiB.
 MANY, CHAIN = 400_000, 4000
-#: Blocks that a directory knows, and those of a node that leaves it.
-KNOWN, FEW = 1_000_000, 1000
 
 Rows = list[dict[str, Any]]
 
@@ -137,26 +131,6 @@ def measure_clearing(num_rounds: int) -> Rows:
     return times.rows()
 
 
-def measure_directory(num_rounds: int) -> Rows:
-    index, hashes = DirectoryIndex(), [os.urandom(32) for _ in range(KNOWN)]
-    batches, prompts, nodes, steps = (Times(size) for size in (PIECE_BLOCKS, SIZES[-1], FEW, SWEEP_PLACES))
-    for at in range(0, KNOWN, PIECE_BLOCKS):
-        batch = hashes[at : at + PIECE_BLOCKS]
-        batches.timed("directory: add a batch", lambda batch=batch: index.add("large", batch))
-    for number in range(num_rounds):
-        prompt = hashes[number * SIZES[-1] :][: SIZES[-1]]
-        prompts.timed("directory: locate", lambda prompt=prompt: index.locate(prompt))
-        # Half of them nobody else has.
-        index.add("small", [*hashes[number * FEW :][: FEW // 2], *(os.urandom(32) for _ in range(FEW // 2))])
-        nodes.timed("directory: forget a node", lambda: index.forget("small"))
-    assert len(index) == KNOWN
-    steps.timed("directory: forget, a step", lambda: index.forget("large"))
-    while index.is_sweeping:
-        steps.timed("directory: forget, a step", index.sweep)
-    assert len(index) == 0
-    return [row for times in (batches, prompts, nodes, steps) for row in times.rows()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -165,7 +139,6 @@ def main() -> None:
     rows = [row for num_blocks in SIZES for row in measure_calls(num_blocks, arguments.rounds)]
     rows += measure_parts(max(1, arguments.rounds // 20))
     rows += measure_clearing(max(1, arguments.rounds // 100))
-    rows += measure_directory(max(1, arguments.rounds // 4))
     if arguments.json:
         print(as_document({"benchmark": "pool", **provenance(), "rows": rows}), end="")
         return

@@ -173,7 +173,8 @@ def measure(
                 say(f"round {number} of {rounds}: {num_tokens} tokens, at {time.strftime('%X')}")
                 num_asked = NUM_SHORT if number and num_tokens < SHORT_TOKENS else 1
                 for at in range(number, number + num_asked * rounds, rounds):
-                    for name in [*list(made)[at % len(made) :], *list(made)[: at % len(made)]]:
+                    first = at % max(1, len(made))
+                    for name in [*list(made)[first:], *list(made)[:first]]:
                         with failing(name, found, made, say):
                             asked = (num_tokens, at, SIZES[device]["vocab_size"], STATES.get(name, ("cold", "warm")))
                             for state, answer in made[name].ask("ask", CALL_S, *asked).items():

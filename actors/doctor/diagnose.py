@@ -57,10 +57,10 @@ def check_version() -> Check:
     """Compare Ray's version with the supported ones."""
     version = package_version("ray") or "none"
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    known = (2, 60) <= numbers < (3, 0)
+    known = (2, 60) <= numbers < (2, 61)
     return Check(
         name="Ray", status=Status.OK if known else Status.WARN, found=version, values={"version": version},
-        fix="" if known else "pip install 'ray[default]>=2.60,<3'",
+        fix="" if known else "pip install 'ray[default]>=2.60,<2.61'",
     )  # fmt: skip
 
 

@@ -434,8 +434,6 @@ def _peer_copy(rows: list[dict[str, Any]]) -> None:
 @click.option("--log", default="", help="Where the sides write what UCX says about its lanes.")
 @click.option("--only", default="", help="Steps, separated by commas.")
 def main(rounds: int, dry: bool, log: str, only: str) -> None:
-    import json
-
     from kvstore.tools.documents import as_document
     from kvstore.tools.provenance import provenance
 
@@ -463,7 +461,6 @@ def main(rounds: int, dry: bool, log: str, only: str) -> None:
             rows.append({"where": name, "error": f"{type(error).__name__}: {str(error)[:200]}"})
             print(rows[-1], file=sys.stderr, flush=True)
         print(f"{name}: {time.monotonic() - began_s:.1f} s", file=sys.stderr, flush=True)
-        print(json.dumps({**provenance(), "rows": rows}), file=open("handoff_agents.json", "w"), flush=True)  # noqa: SIM115
     print(as_document({**provenance(), "rows": rows}), end="")
 
 

@@ -13,24 +13,24 @@ class Shim:
     """Runs launches of the kernels on the CPU, within the memory that a test allows."""
 
     def __init__(self, library):
-        self._library = ctypes.CDLL(str(library))
-        self._library.launch.restype = ctypes.c_longlong
-        self._library.stores.restype = ctypes.c_longlong
+        self.library = ctypes.CDLL(str(library))
+        self.library.launch.restype = ctypes.c_longlong
+        self.library.stores.restype = ctypes.c_longlong
 
     def allow(self, *readable, writable=()):
         """Name the tensors whose memory the next launches may read, and write."""
-        self._library.forbid_all()
+        self.library.forbid_all()
         for tensors, flag in ((readable, 0), (writable, 1)):
             for tensor in tensors:
                 size = ctypes.c_longlong(tensor.numel() * tensor.element_size())
-                self._library.allow(ctypes.c_void_p(tensor.data_ptr()), size, flag)
+                self.library.allow(ctypes.c_void_p(tensor.data_ptr()), size, flag)
 
     def run(self, launch):
         """Run one launch; return how many stores it made."""
         args = (ctypes.c_void_p * len(launch.args))(*map(ctypes.addressof, launch.args))
-        faults = self._library.launch(launch.name.encode(), launch.num_ctas, launch.num_threads, args)
+        faults = self.library.launch(launch.name.encode(), launch.num_ctas, launch.num_threads, args)
         assert faults == 0, f"{launch.name}: {faults} accesses out of bounds or not aligned"
-        return self._library.stores()
+        return self.library.stores()
 
 
 def build_shim(folder, repo_root, changed=None):
