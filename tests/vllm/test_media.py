@@ -145,11 +145,11 @@ def test_a_salt_keeps_the_same_recording_apart(engines, text, wanted, full, same
 def test_a_ticket_is_for_the_recording_that_was_prefilled(engines, text, wanted, full, same):
     one, other = engines
     begun = one.run(asked(text, 1), max_tokens=1, transfer={"do_remote_decode": True})
-    for seed, num_bad in ((2, 1), (1, 0)):
-        before = other.stats()["scheduler"].get("num_bad_tickets", 0)
+    for seed, num_missed in ((2, 1), (1, 0)):
+        before = other.stats()["worker"].get("num_failed_fetches_not_found", 0)
         (answer,) = other.run(asked(text, seed), transfer=begun[0]["transfer"])
         same([answer], [wanted[seed - 1]])
-        assert other.stats()["scheduler"].get("num_bad_tickets", 0) == before + num_bad
+        assert other.stats()["worker"].get("num_failed_fetches_not_found", 0) == before + num_missed
     assert answer["num_cached"] == reported(begun[0]["transfer"], full)
 
 
