@@ -29,7 +29,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "new weights are told by reset_prefix_cache": "weight_transfer_config",
         "what is made of the model's output": "structured_outputs_config reasoning_config",
         "what is measured and logged, how it ends, and a random name": """
-            observability_config profiler_config shutdown_timeout instance_id""",
+            observability_config profiler_config logging_config shutdown_timeout instance_id""",
     },
     "ModelConfig": {
         "counted as weights: see `place_of`": "model model_weights",
@@ -44,7 +44,9 @@ HARMLESS: dict[str, dict[str, str]] = {
         "names, rights and secrets": """
             served_model_name hf_token allowed_local_media_path allowed_media_domains allow_deprecated_quantization""",
         "what a request may bring; it counts in the request's hashes": "enable_prompt_embeds",
-        "how memory is given back": "enable_sleep_mode sleep_mode_backend enable_cumem_allocator",
+        "how memory is given back": """
+            enable_sleep_mode sleep_mode_backend sleep_preserve_parameter_names sleep_mode_offload_cudagraph
+            enable_cumem_allocator enable_nccl_comm_suspend""",
         "a draft's limit, which is the target's": "spec_target_max_model_len",
     },
     "MultiModalConfig": {
@@ -56,11 +58,13 @@ HARMLESS: dict[str, dict[str, str]] = {
         "what the prompt's text becomes, and how the start is measured": "interleave_mm_strings skip_mm_profiling",
     },
     "CacheConfig": {
-        "the stored block's size counts in the shape": "block_size user_specified_block_size _block_size_resolved",
+        "the stored block's size counts in the shape, and its order by itself": """
+            block_size user_specified_block_size _block_size_resolved effective_attention_block_size hash_block_size
+            cache_hit_alignment_tokens kv_cache_layout""",
         "how much is kept, and how it is found again": """
             gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks num_gpu_blocks_override num_cpu_blocks
             kv_cache_size_tokens kv_cache_max_concurrency enable_prefix_caching prefix_caching_hash_algo
-            prefix_match_unit swap_space""",
+            prefix_match_unit prefix_cache_retention_interval swap_space""",
         "where KV or weights wait": "kv_offloading_size kv_offloading_backend cpu_offload_gb",
     },
     "ParallelConfig": {
@@ -68,7 +72,11 @@ HARMLESS: dict[str, dict[str, str]] = {
             tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_size_local world_size nnodes
             enable_expert_parallel enable_ep_weight_filter enable_eplb eplb_config expert_placement_strategy
             enable_elastic_ep all2all_backend disable_custom_all_reduce disable_nccl_for_dp_synchronization enable_dbo
-            ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold""",
+            ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold dp_sync_interval
+            elastic_ep_max_dp_size""",
+        "of context parallelism, which is refused": """
+            cp_kv_cache_interleave_size dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate
+            _allow_auto_resolve_cp_interleave_size""",
         "which worker this is": """
             rank node_rank data_parallel_rank data_parallel_rank_local data_parallel_index assigned_physical_gpu_ids
             _api_process_count _api_process_rank""",
@@ -91,7 +99,7 @@ HARMLESS: dict[str, dict[str, str]] = {
     },
     "LoRAConfig": {
         "how many adapters there may be, and how they are split": """
-            max_lora_rank max_loras max_cpu_loras fully_sharded_loras specialize_active_lora""",
+            max_lora_rank max_loras max_cpu_loras max_lora_cls_labels fully_sharded_loras specialize_active_lora""",
     },
     "AttentionConfig": {
         "the same attention in other kernels": """
