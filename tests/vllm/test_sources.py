@@ -36,7 +36,7 @@ def side():
 
 def tokens(side, num_engine_tokens, num_tokens=None):
     """Plan a load of what the store has behind the engine's own; say where its tokens come from."""
-    from kvstore.integrations.vllm.scheduler_side.sources import tokens_by_tier
+    from kvstore.integrations.vllm.scheduler_side.tracked import tokens_by_tier
 
     asked = request(num_tokens=5 * SIZE + 3)
     found, _ = side.match(asked, num_engine_tokens)
@@ -65,8 +65,7 @@ def test_a_load_that_is_shorter_than_what_was_found(side):
 
 
 def test_what_is_handed_off_comes_from_another_engine():
-    from kvstore.integrations.vllm.scheduler_side.sources import tokens_by_tier
-    from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
+    from kvstore.integrations.vllm.scheduler_side.tracked import Tracked, tokens_by_tier
 
     question = SimpleNamespace(num_local=4, num_here=4)
     tracked = Tracked(request(), question=question, is_fetching=True)

@@ -14,7 +14,7 @@ from kvstore.errors import ConfigError
 from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.plan import StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
-from kvstore.integrations.vllm.scheduler_side.sources import hits_by_source
+from kvstore.integrations.vllm.scheduler_side.tracked import hits_by_source
 from kvstore.integrations.vllm.space import check_engine, has_names_of_media, part_of
 from kvstore.integrations.vllm.stats import RaykvStats, Stats
 from kvstore.integrations.vllm.worker_side.worker import WorkerSide

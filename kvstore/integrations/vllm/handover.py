@@ -1,4 +1,6 @@
-"""Hand-offs in `kv_transfer_params`, with the keys of vLLM's NixlConnector, so that its proxies work.
+"""What `kv_transfer_params` say: hand-offs, and how much a request's blocks matter.
+
+Hand-offs have the keys of vLLM's NixlConnector, so that its proxies work.
 
 A request with `do_remote_decode` goes to a prefill engine. The answer carries the params for the decode engine:
 `do_remote_prefill`, and the tickets of the prompt's full blocks.
@@ -8,16 +10,21 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.blocks.priority import Priority, check_terms
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 
 TICKET = "raykv_ticket"
 DO_PREFILL, DO_DECODE = "do_remote_prefill", "do_remote_decode"
+PRIORITY, PRIORITY_S = "raykv_priority", "raykv_priority_s"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +70,13 @@ def from_params(params: Mapping[str, Any]) -> tuple[HandoffTicket, ...]:
             f"{clip(params.get(TICKET))} ({type(error).__name__}: {error}); pass its params on as they are"
         ) from error
     return tuple(HandoffTicket.from_bytes(part) for part in parts)
+
+
+def read_priority(params: Mapping[str, Any], req_id: str) -> tuple[Priority, float | None]:
+    """Return priority and seconds for `Client.save`; after a warning NORMAL, if the params have a bad value."""
+    asked = params.get(PRIORITY)
+    try:
+        return check_terms(Priority.NORMAL if asked is None else asked, params.get(PRIORITY_S))
+    except InvalidRequest as error:
+        logger.warning("blocks of request %s are saved as any others: kv_transfer_params: raykv_%s", req_id, error)
+        return Priority.NORMAL, None

@@ -12,10 +12,17 @@ from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
-from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, from_params, to_params
+from kvstore.integrations.vllm.handover import (
+    DO_DECODE,
+    DO_PREFILL,
+    TICKET,
+    Desk,
+    from_params,
+    read_priority,
+    to_params,
+)
 from kvstore.integrations.vllm.plan import SavePlan, StepPlan
 from kvstore.integrations.vllm.scheduler_side.keys import tail_digest
-from kvstore.integrations.vllm.scheduler_side.priority import read_priority
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 from kvstore.integrations.vllm.stats import Stats
 

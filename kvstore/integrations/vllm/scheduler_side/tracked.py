@@ -1,4 +1,4 @@
-"""The state of one request in the scheduler's half."""
+"""The state of one request in the scheduler's half, and from which tiers its loaded tokens come."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from kvstore.blocks.priority import Priority
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.integrations.vllm.plan import LoadPlan
 from kvstore.integrations.vllm.scheduler_side.lookups import Question
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # Older releases count no hits by tier, and never ask.
+    CacheHitSource = None
 
 
 @dataclass(slots=True)
@@ -58,3 +63,31 @@ class Tracked:
     def is_copied(self) -> bool:
         """Whether copies that vLLM does not know of may still use its blocks."""
         return bool(self.num_saves_open or self.num_landing)
+
+
+def tokens_by_tier(tracked: Tracked, block_size: int, num_tokens: int) -> dict[str, int]:
+    """Return how many of the tokens behind the engine's own are in which tier, as the last lookup saw it.
+
+    Args:
+        tracked: the request.
+        block_size: tokens of a stored block.
+        num_tokens: that are loaded; the counts add up to it, and none of them is 0.
+    """
+    begin, question = tracked.num_engine_tokens, tracked.question
+    end, counts = begin + num_tokens, dict[str, int]()
+    # What is handed off comes from the GPU or the memory of the engine that computed it.
+    is_here = question is not None and not (tracked.is_fetching or tracked.arriving)
+    tiers = [("HOST", question.num_local), ("DISK", question.num_here)] if is_here and question is not None else []
+    for tier, num_blocks in (*tiers, ("P2P", None)):
+        reached = end if num_blocks is None else max(begin, min(end, num_blocks * block_size))
+        if reached > begin:
+            counts[tier] = reached - begin
+        begin = reached
+    return counts
+
+
+def hits_by_source(tracked: Tracked | None, block_size: int, num_tokens: int) -> dict[Any, int]:
+    """Return the counts of `tokens_by_tier` under vLLM's names; empty where vLLM has none."""
+    if CacheHitSource is None or tracked is None or num_tokens <= 0:
+        return {}
+    return {CacheHitSource[tier]: count for tier, count in tokens_by_tier(tracked, block_size, num_tokens).items()}
