@@ -22,7 +22,7 @@ MINUTES ?= 10
 FRAMES ?= 20000
 PROCESSES ?= 3
 
-.PHONY: help setup demo test test-newest test-gpu mutants check lint format wheel test-network test-vllm example-vllm demo-vllm test-serve demo-serve bench-serve bench bench-serving soak matrix fuzz clean
+.PHONY: help setup demo test test-newest test-gpu mutants mutants-vllm check lint format wheel test-network test-vllm example-vllm demo-vllm test-serve demo-serve bench-serve bench bench-serving soak matrix fuzz clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,10 @@ test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which br
 
 mutants: setup  ## put the bugs that block pools have had back one by one; the checks have to catch each
 	@PYTHONPATH=tests/pool:. $(BIN)/python -m poolcheck.mutants $(ARGS)
+
+mutants-vllm:  ## the same for the connector's bugs, in .venv-vllm
+	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
+	@PYTHONPATH=tests/pool:. $(VLLM_BIN)/python -m poolcheck.mutants --vllm $(ARGS)
 
 lint: setup  ## formatting, ruff, mypy, clang-format; changes nothing
 	$(BIN)/ruff format --check .

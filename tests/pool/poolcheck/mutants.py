@@ -1,6 +1,6 @@
 """Runs the checks against mutants: the pool with one historical bug each. Every one has to be caught.
 
-python -m poolcheck.mutants [--json] [NAME ...]
+python -m poolcheck.mutants [--json] [--vllm] [NAME ...]
 
 Each mutant is checked in a child process of its own, by the tests that are named for it; then the code as it is
 has to pass all of these tests. A mutant whose text is not in the code any more, or that fails for another reason
@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from poolcheck.mutant import Mutant
 from poolcheck.mutations import MUTANTS
+from poolcheck.mutations_vllm import CONNECTOR
 from poolcheck.patch import DoesNotApply, check, install
 
 _ROOT = Path(__file__).parents[3]
@@ -36,6 +37,7 @@ _TIMEOUT_S, _WHOLE_TIMEOUT_S = 120.0, 600.0
 _PRELOADED = ("hypothesis.stateful", "llvmlite.binding", "msgspec", "numpy", "pytest", "pytest_timeout", "torch")
 _INTEGRATION = "tests/integrations/transformers"
 _TRANSFORMERS = ("transformers.generation.utils", "transformers.models.auto.modeling_auto")
+_PRELOADED_VLLM = ("msgspec", "numpy", "pytest", "pytest_timeout", "vllm.v1.core.sched.scheduler", "xxhash")
 #: What a mutant that is broken Python raises; that some test fails then says nothing.
 _BROKEN = (NameError, ImportError, SyntaxError, MemoryError)
 
@@ -194,16 +196,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these mutants")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--only-mutants", action="store_true", help="take it that the code as it is passes")
+    parser.add_argument("--vllm", action="store_true", help="those of the connector, in an environment with vLLM")
     options = parser.parse_args(arguments)
-    unknown = set(options.names) - {mutant.name for mutant in MUTANTS}
+    mutants = CONNECTOR if options.vllm else MUTANTS
+    unknown = set(options.names) - {mutant.name for mutant in mutants}
     if unknown:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
-    chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
+    chosen = [mutant for mutant in mutants if not options.names or mutant.name in options.names]
     # Once for all children; nothing of kvstore, which each child imports in its own way.
     # Read while torch and transformers are imported: threads that wait for work spin, and nothing is to be fetched.
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     integrates = any(test.startswith(_INTEGRATION) for mutant in chosen for test in mutant.tests)
-    for name in (*_PRELOADED, *(_TRANSFORMERS if integrates else ())):
+    preloaded = _PRELOADED_VLLM if options.vllm else (*_PRELOADED, *(_TRANSFORMERS if integrates else ()))
+    for name in preloaded:
         importlib.import_module(name)
     assert not [name for name in sys.modules if name.partition(".")[0] == "kvstore"], "kvstore is imported already"
     gc.freeze()  # Else each child would look through all of that, too, and copy it.
