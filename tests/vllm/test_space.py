@@ -180,7 +180,7 @@ def test_what_an_engine_does_for_others_does_not_count(made, plain, digest, role
     assert digest(made(kv_transfer_config=transfer)) == digest(plain)
 
 
-@pytest.mark.parametrize("arguments", SAME_ARGUMENTS, ids=str)
+@pytest.mark.parametrize("arguments", SAME_ARGUMENTS, ids=" ".join)
 def test_what_changes_no_kv_does_not_count(made, plain, digest, arguments):
     assert digest(made(**arguments)) == digest(plain)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,8 @@ from kvstore.errors import InvalidRequest, UnsupportedModel
 from kvstore.integrations.transformers.cache.columns import layers_of, shape_of
 from kvstore.integrations.transformers.supported import check_mode
 from kvstore.integrations.transformers.tensors import is_plain, tensor_digest
+
+logger = logging.getLogger(__name__)
 
 _HARMLESS_IN_CONFIG = {
     # Where the config came from; the version that runs counts, not the one that wrote it.
@@ -220,8 +223,8 @@ def _digests_of_code(model: Any, *, is_named: bool) -> list[str]:
     Raises:
         UnsupportedModel: a class or a method has no file, and no name answers for it.
     """
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if kind is not object}
-    methods = [
+    kinds: set[Any] = {kind for part in model.modules() for kind in type(part).__mro__ if kind is not object}
+    methods: list[Any] = [
         each
         for kind in kinds
         for name, value in vars(kind).items()
@@ -285,6 +288,15 @@ class Snapshot:
                 "other parts changed or moved since; make a new PrefixCachedModel or PagedStore, which gets the "
                 "namespace of the new model"
             )
+
+    def is_of(self, model: Any) -> bool:
+        """Whether `check` finds nothing; otherwise the log says what."""
+        try:
+            self.check(model)
+        except (InvalidRequest, UnsupportedModel) as error:
+            logger.warning("nothing is loaded, saved or handed off: %s", error)
+            return False
+        return True
 
     def _state_of(self, model: Any) -> set[tuple[str, object]]:
         tensors = [

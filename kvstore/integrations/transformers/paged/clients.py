@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore.blocks.hashing import Namespace, space_of_tenant
 from kvstore.client.client import Client
-from kvstore.errors import PeerLost, StoreBusy, StoreDraining, StoreUnavailable
+from kvstore.errors import InvalidRequest, PeerLost, StoreBusy, StoreDraining, StoreUnavailable
 from kvstore.integrations.transformers.identity import identity_of
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 
@@ -19,7 +19,17 @@ _CLOSE_S, _CLOSE_AT_END_S = 1.0, 10.0
 def spaces_of(
     store: Any, cache: PagedKVCache, model_id: str | None, block_size: int, salt: bytes, tenant: str
 ) -> tuple[Namespace, ...]:
-    """Return the namespace of each group's blocks; arguments as for `PagedStore`."""
+    """Return the namespace of each group's blocks; arguments as for `PagedStore`.
+
+    Raises:
+        InvalidRequest: the cache has pages or requests already.
+        UnsupportedModel: as for `identity_of`.
+    """
+    if cache.index.num_nodes or cache.index.num_requests:
+        raise InvalidRequest(
+            f"wanted a cache without pages, whose KV may be of other weights, got {cache.index.num_nodes} edges of "
+            f"pages and {cache.index.num_requests} requests; release all requests, and call cache.index.clear()"
+        )
     is_private = bool(tenant) and store.config.private_tenants
     weights, settings = identity_of(cache.model, model_id)
     spaces = (

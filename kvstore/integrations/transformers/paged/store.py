@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +14,11 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.job import Job
 from kvstore.client.results import LoadResult, MissReason, SaveResult
-from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, PoolExhausted, UnsupportedModel
+from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, PoolExhausted
 from kvstore.integrations.transformers.identity import Snapshot
 from kvstore.integrations.transformers.paged.clients import GroupClients, spaces_of
 from kvstore.integrations.transformers.paged.kv_cache import PagedKVCache
 from kvstore.paged.request import PagedRequest
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +67,18 @@ class PagedStore:
     another kind of device, or with steps of another size, share nothing: their KV differs in rounding. Calls must come
     from the thread of the cache. If the store is lost, a call raises, and the next one tries to reach the new store of
     this node. After `close` the pages stay as they are.
-
-    If the model is not what it was when this was made, or in training mode or under autocast, nothing is loaded, saved
-    or handed off, and the log says why. For other weights, close this, clear the index, and make a new one.
+    While the model is not what it was when this was made, nothing is loaded, saved or handed off; the log says why.
 
     Args:
         store: as `kvstore.start` or `kvstore.connect` returns it.
         cache: whose tensors are registered. If it has windows, its `align_tokens` is a multiple of block_size.
-        model_id: a name of exactly these weights, in every process that shares; spares reading the weights. None takes
-            the digest of all weights (`identity.identity_of` says why of all).
+        model_id: a name of exactly these weights, in every process that shares; None takes the digest of all weights.
         block_size: tokens of a stored block; a multiple or a divisor of the page size.
         salt: keeps tenants apart. A request takes the same salt in the cache's index.
         tenant: whose quotas in the store count; "" is the shared tenant, which has none.
 
     Raises:
-        InvalidRequest: the windows of the cache begin within blocks, or it has pages or requests already: nobody knows
-            of which weights they are.
+        InvalidRequest: the windows of the cache begin within blocks, or it has pages or requests already.
         UnsupportedModel: as for `identity_of`.
         LayoutMismatch, StoreUnavailable, KVStoreError: as for `Client.register_kv_caches`; nothing stays open.
     """
@@ -107,11 +100,6 @@ class PagedStore:
                 f"of {cache.page_size}; make PagedKVCache with align_tokens={block_size}"
             )
         self._cache, self.block_size = cache, block_size
-        if cache.index.num_nodes or cache.index.num_requests:
-            raise InvalidRequest(
-                f"wanted a cache without pages, whose KV may be of other weights, got {cache.index.num_nodes} edges of "
-                f"pages and {cache.index.num_requests} requests; release all requests, and call cache.index.clear()"
-            )
         self._snapshot = Snapshot(cache.model, is_named=model_id is not None)
         self.spaces = spaces_of(store, cache, model_id, block_size, salt, tenant)
         """The namespace of each group's blocks."""
@@ -134,7 +122,7 @@ class PagedStore:
         Raises:
             StoreUnavailable, TransferError: the store does not answer; the request was not changed.
         """
-        if not self._is_same():
+        if not self._snapshot.is_of(self._cache.model):
             return BroughtTokens(num_tokens=0)
         chains = self._chains(tokens)
         with self._clients.opened() as clients:
@@ -182,7 +170,7 @@ class PagedStore:
         Raises:
             StoreUnavailable, KVStoreError: as for `Client.save`; no job runs on.
         """
-        if not self._is_same():
+        if not self._snapshot.is_of(self._cache.model):
             return ()
         with self._clients.opened() as clients, contextlib.ExitStack() as undo:
             jobs = []
@@ -209,7 +197,7 @@ class PagedStore:
             PoolExhausted, StoreUnavailable, KVStoreError: as for `Client.publish`; nothing is kept.
         """
         num_tokens = num_computed_tokens // self.block_size * self.block_size
-        if not num_tokens or not self._is_same():
+        if not num_tokens or not self._snapshot.is_of(self._cache.model):
             return None
         chains, tickets = self._chains(tokens[:num_tokens]), list[HandoffTicket]()
         with self._clients.opened() as clients:
@@ -255,7 +243,7 @@ class PagedStore:
                 f"fetch: wanted a ticket of this prompt's {len(tokens)} tokens or fewer, in blocks of "
                 f"{self.block_size}, got one of {target}"
             )
-        if target <= before or not self._is_same():
+        if target <= before or not self._snapshot.is_of(self._cache.model):
             return BroughtTokens(num_tokens=0)
         with self._clients.opened() as clients:
             request.prepare_step(target - before, only_windows=True)
@@ -293,15 +281,6 @@ class PagedStore:
     def close(self) -> None:
         """Give everything back to the store; may be called again."""
         self._clients.close()
-
-    def _is_same(self) -> bool:
-        """Whether the model is what the namespaces were made of; otherwise nothing may be shared."""
-        try:
-            self._snapshot.check(self._cache.model)
-        except (InvalidRequest, UnsupportedModel) as error:
-            logger.warning("nothing is loaded, saved or handed off: %s", error)
-            return False
-        return True
 
     @property
     def _has_windows(self) -> bool:
