@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import threading
 import time
 
 import pytest
@@ -43,7 +44,7 @@ class Driver:
 
     def __init__(self, shim):
         shim.library.allow(ctypes.c_void_p(0), ctypes.c_longlong(1 << 62), 1)  # the tests of kernels check accesses
-        self._launch = shim.library.launch
+        self._launch, self._lock = shim.library.launch, threading.Lock()
 
     def __getattr__(self, name):
         return lambda *args: 0
@@ -57,8 +58,10 @@ class Driver:
         return 0
 
     def cuLaunchKernel(self, kernel, num_ctas, y, z, num_threads, *rest):
-        args = rest[-2]
-        return self._launch(NAMES[kernel - 1].encode(), num_ctas, num_threads, args) if kernel != OTHER_KERNEL else 0
+        if kernel == OTHER_KERNEL:
+            return 0
+        with self._lock:  # One thread's index is the whole library's.
+            return self._launch(NAMES[kernel - 1].encode(), num_ctas, num_threads, rest[-2])
 
 
 class Event:

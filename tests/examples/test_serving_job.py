@@ -6,7 +6,7 @@ import pytest
 
 PROGRAM = """
 import runpy, ray, kvstore
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, namespace="jobs")
+ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, namespace="jobs")
 store = kvstore.start("16MiB")
 runpy.run_path("examples/serving_job.py", run_name="__main__")
 store.stop()
@@ -14,7 +14,8 @@ store.stop()
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(240)
 def test_each_worker_finds_what_others_have_saved(run_example):
-    run = run_example(sys.executable, "-c", PROGRAM, timeout_s=110)
+    run = run_example(sys.executable, "-c", PROGRAM, timeout_s=180)
     assert run.returncode == 0, run.stderr
     assert "every byte right: yes" in run.stdout

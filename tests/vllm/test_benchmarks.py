@@ -32,7 +32,9 @@ def test_first_tokens_from_the_store_in_one_process_for_each_way(tmp_path):
 
 
 def test_first_tokens_from_the_store_beside_a_dict_of_tensors(tmp_path):
+    """Two engines in place of four; tests/benchmarks/test_serving.py has the ratios, which are of all four."""
     two = (
+        "module.ratios = lambda rows: []\n"
         "made = module.Engines\n"
         "module.Engines = lambda model, ways: made(model, {name: ways[name] for name in ('raykv', 'dict')})"
     )
