@@ -73,11 +73,11 @@ def test_what_is_handed_off_comes_from_another_engine():
 
 
 def test_where_vllm_has_no_names_for_tiers_nothing_is_said(side, monkeypatch):
-    from kvstore.integrations.vllm.scheduler_side import sources
+    from kvstore.integrations.vllm.scheduler_side import tracked
 
     tokens(side, 0)
-    monkeypatch.setattr(sources, "CacheHitSource", None)
-    assert sources.hits_by_source(side.tracked["r"], SIZE, 5 * SIZE) == {}
+    monkeypatch.setattr(tracked, "CacheHitSource", None)
+    assert tracked.hits_by_source(side.tracked["r"], SIZE, 5 * SIZE) == {}
 
 
 def test_the_names_are_those_of_vllm(side):
