@@ -169,6 +169,17 @@ def test_a_name_that_a_client_gave_to_a_medium_is_not_its_content(hashes_of, spa
     assert found["the second"].common_prefix(found["the second is another"]) == 3
 
 
+def test_of_media_that_overlap_each_counts(hashes_of):
+    """As a video and its sound do; vLLM's own keys of a block name the first alone."""
+
+    def both(first, second, at=12):
+        return hashes_of(mm_features=[image("a", 10, 60, pixels=first), image("b", at, 56, pixels=second)])
+
+    found = [both(0.0, 0.0), both(1.0, 0.0), both(0.0, 1.0), both(1.0, 1.0), both(0.0, 0.0, at=13)]
+    assert len({hashes[0] for hashes in found}) == len(found)
+    assert found[0] == both(0.0, 0.0)
+
+
 def test_a_name_is_enough_where_the_operator_says_so(space):
     from vllm import SamplingParams
     from vllm.v1.request import Request

@@ -103,3 +103,18 @@ def test_new_weights_before_the_store_is_there_are_not_forgotten():
     assert side.match(request("first", 64), 0) == (0, False)
     assert "first" not in side.tracked
     assert side.work.get_nowait() is side.cleared, "the thread of lookups begins with it"
+
+
+def test_what_vllm_keeps_of_before_in_its_own_cache_is_never_stored(closed, eventually):
+    """Its own cache is not cleared while requests use blocks: it says so, and its callers do not look."""
+    in_use = [3]
+    closed.link.is_away = False
+    closed.own_blocks = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 10 - in_use[0])
+    assert not closed.reset()
+    assert closed.link.num_cleared == 1, "others must not load what is stored"
+    in_use[0] = 1  # vLLM's null block: all requests have ended, but what they left can still be hit.
+    eventually(closed.work.empty, 5)
+    assert closed.match(request("hits it", 64), 0) == (0, False)
+    assert not closed.cleared.is_set()
+    assert closed.reset()
+    assert closed.cleared.is_set()

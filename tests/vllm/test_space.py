@@ -238,6 +238,23 @@ def test_a_folder_is_named_by_its_place(made, digest, tmp_path, monkeypatch):
     assert digest(config, model="mine") == found["named"], "an operator's name says which weights these are"
 
 
+def test_the_commit_of_the_weights_counts_where_the_config_names_none(made, digest, tmp_path, monkeypatch):
+    """Of models in Mistral's format vLLM's config has no commit, and `main` moves."""
+    from huggingface_hub import constants
+
+    repo, found = tmp_path / "models--org--m", []
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config = made()
+    changed(config, "model_config.model", "org/m")
+    for commit in ("1" * 40, "2" * 40, "1" * 40):
+        (repo / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+        (repo / "snapshots" / commit / "params.json").write_text("{}")
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / "main").write_text(commit)
+        found.append(digest(config))
+    assert found[0] == found[2] != found[1]
+
+
 def test_labels_of_a_head_and_the_dtype_of_the_files_do_not_count(made, digest, tmp_path):
     one = digest(made(save_config(tmp_path / "one"), dtype="float32"), model="mine")
     changes = {"dtype": "bfloat16", "num_labels": 3}

@@ -107,6 +107,10 @@ class RaykvConnector(KVConnectorBase_V1):
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata  # vLLM's name for it with pipeline stages.
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take vLLM's own blocks, to see at a reset whether it could clear them."""
+        self.scheduler_side.own_blocks = gpu_block_pool
+
     @_timed
     def on_new_request(self, request: Any) -> None:
         """Begin to look up a request before vLLM asks for the result."""

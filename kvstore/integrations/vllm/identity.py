@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import vllm
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from kvstore.errors import ConfigError
 
@@ -158,6 +162,20 @@ def place_of(model: Any) -> str:
     return os.path.realpath(name) if os.path.exists(name) else name
 
 
+def commits_of(model: Any) -> list[str | None]:
+    """Return which commit of the hub a model's name means: of its config, and of its own files in the hub's cache.
+
+    Only the latter is known of models in Mistral's format, and the config may be another model's.
+    """
+    found = [getattr(getattr(model, "hf_config", None), "_commit_hash", None)]
+    name, revision = str(model.model), getattr(model, "revision", None)
+    for file in () if os.path.exists(name) else ("config.json", "params.json"):
+        with contextlib.suppress(HFValidationError):  # No name of the hub.
+            path = try_to_load_from_cache(name, file, revision=revision)
+            found += [Path(path).parent.name] if isinstance(path, str) else []
+    return found
+
+
 def plain(value: Any, where: str) -> Any:
     """Return a value in a form for JSON that is the same in every process.
 
@@ -185,7 +203,7 @@ def plain(value: Any, where: str) -> Any:
         kind = type(value).__name__
         own = _counted(kind, {each.name: getattr(value, each.name, None) for each in fields(value)})
         if kind == "ModelConfig":  # A name of the hub means the commit that it had when it was read.
-            own["weights"] = [place_of(value), getattr(getattr(value, "hf_config", None), "_commit_hash", None)]
+            own["weights"] = [place_of(value), *commits_of(value)]
         return {name: plain(each, f"{where}.{name}") for name, each in own.items()}
     if isinstance(value, Mapping):
         pairs = [[plain(key, where), plain(each, f"{where}[{key!r}]")] for key, each in value.items()]

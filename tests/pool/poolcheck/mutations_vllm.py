@@ -34,6 +34,22 @@ CONNECTOR: tuple[Mutant, ...] = (
         WEIGHTS,
     ),
     bug(
+        "what vLLM keeps of before in its own cache is stored",
+        "ours: a request ran during the reset, and the next one hit its blocks",
+        SCHEDULER,
+        "own.num_gpu_blocks - own.get_num_free_blocks() > 1",
+        "False",
+        WEIGHTS,
+    ),
+    bug(
+        "of media that overlap one counts",
+        "ours: as vLLM's own keys of a block",
+        KEYS,
+        "        if where.offset < end and begin < where.offset + where.length:\n",
+        "        if index <= at and where.offset < end and begin < where.offset + where.length:\n",
+        "tests/vllm/test_keys.py",
+    ),
+    bug(
         "a ticket is for any tail of its full blocks",
         "ours: the name had no more than the last full block's hash",
         HANDOFFS,

@@ -142,15 +142,16 @@ def tail_digest(space: Namespace, request: Any, media: Media) -> bytes:
 def _extra_keys(
     request: Any, block: int, begin: int, end: int, before: int, media: Media
 ) -> tuple[list[ExtraKey], int]:
-    """Return the keys of tokens [begin, end) of a block, and the medium at which to go on; media from `before` on."""
+    """Return the keys of tokens [begin, end) of a block, and the medium at which vLLM's own keys go on."""
     lora = request.lora_request.lora_name if request.lora_request else None
     named = named_keys(block, lora=lora, salt=request.cache_salt)
     keys, at = generate_block_hash_extra_keys(request, begin, end, before)
-    for index, each in enumerate(request.mm_features[before : at + 1] if request.mm_features else (), before):
+    # Of media that overlap, as a video and its sound do, vLLM names the first alone.
+    for index, each in enumerate(request.mm_features or ()):
         where = each.mm_position
         if where.offset < end and begin < where.offset + where.length:
             media[index] = media[index] if index in media else digest_of(each)
-            named += [("media", media[index])] if media[index] else []
+            named.append(("media", media[index] or str(each.identifier), where.offset - begin))
     if getattr(request, "prompt_embeds", None) is not None:
         is_tokens = getattr(request, "prompt_is_token_ids", None) or ()
         named.append(("embeds", str(request.prompt_embeds.dtype), bytes(is_tokens[begin:end])))

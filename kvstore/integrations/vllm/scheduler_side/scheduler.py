@@ -92,6 +92,9 @@ class SchedulerSide:
         #: Until this is set nothing is loaded, saved or handed off: the store may have blocks of other weights.
         self.cleared = threading.Event()
         self.cleared.set()
+        #: vLLM's own blocks, and whether they had KV of before at the last reset. Only another reset ends that.
+        self.own_blocks: Any = None
+        self._keeps_old = False
         self.work: queue.SimpleQueue[Question | threading.Event | None] = queue.SimpleQueue()
 
     def open(self, found: Sequence[WorkerHello], *, is_alone: bool = True) -> None:
@@ -301,7 +304,7 @@ class SchedulerSide:
                     self.ending.requests.pop(req_id, None)
         if report.num_drops and self._num_drops_open:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
-            if not self._num_drops_open:
+            if not self._num_drops_open and not self._keeps_old:
                 # A save that ran while the store was cleared may have stored blocks after that.
                 self.work.put(self.cleared)
 
@@ -334,14 +337,21 @@ class SchedulerSide:
         """Clear the store; until that, or a later try of the thread, has worked after all old saves, go without it."""
         self.cleared.set()  # Ends the tries for weights of before.
         error = self.link.clear() if self.is_open else "it was not there yet"
-        self.cleared = threading.Event()
-        if why := error or ("blocks of before are still being saved" if self._num_drops_open else ""):
+        self.cleared, own = threading.Event(), self.own_blocks
+        # While requests use blocks, vLLM does not clear its own cache, nor say so to anyone who does not look. What
+        # hits there would be saved as KV of the new weights. Its null block is always in use.
+        self._keeps_old = own is not None and own.num_gpu_blocks - own.get_num_free_blocks() > 1
+        if self._keeps_old:
+            why = "requests still use vLLM's own cache, so it keeps KV of before: reset it again when they have ended"
+        else:
+            why = error or ("blocks of before are still being saved" if self._num_drops_open else "")
+        if why:
             logger.warning("this engine neither loads nor saves until the store is cleared: %s", why)
         else:
             self.cleared.set()
-        if not self._num_drops_open:  # Else when the workers have dropped their saves.
+        if not self._num_drops_open and not self._keeps_old:  # Else when the workers have dropped their saves.
             self.work.put(self.cleared)
-        return not error
+        return not error and not self._keeps_old
 
     def _ask(self, tracked: Tracked) -> Question:
         prompt, is_arriving = PromptHashes(self.space, tracked.request, tracked.media), bool(tracked.arriving)
