@@ -13,8 +13,8 @@ CONNECTOR: tuple[Mutant, ...] = (
         "a clearing that failed is forgotten",
         "ours: vLLM does not look at what its reset returns",
         SCHEDULER,
-        "        else:\n            self.cleared.set()\n        if not self._num_drops_open:",
-        "        self.cleared.set()\n        if not self._num_drops_open:",
+        "        else:\n            self.cleared.set()\n",
+        "        self.cleared.set()\n",
         WEIGHTS,
     ),
     bug(
