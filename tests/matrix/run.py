@@ -132,7 +132,7 @@ class Fleet:
             for prompt, row, ticket in zip(prompts, rows, given, strict=True):
                 self._count(outcome, prompt, row)
                 if ticket is not None and not row["used_ticket"]:
-                    self._get(prefill.do.remote("withdraw", ticket), timeout=CALL_S)
+                    self._get(prefill.do.remote("withdraw", ticket, prompt), timeout=CALL_S)
         self._get([worker.close.remote() for worker in (prefill, *decoders)], timeout=CALL_S)
         outcome.num_blocks_read = self._num_blocks_read() - num_before
         outcome.problems += missing(outcome)
