@@ -1,6 +1,6 @@
 """A Ray job that uses the store: one process saves blocks, another finds and loads them.
 
-Run it with examples/submit_job.sh, or on a cluster of yours:
+Run it with examples/submit_job.sh, or on a cluster of yours that has no store:
     ray job submit --address http://HEAD:8265 --working-dir examples -- python job.py
 """
 
