@@ -289,7 +289,6 @@ def test_a_path_where_others_could_rename_the_folder_is_refused(opened, tmp_path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 def test_a_path_of_another_user_is_refused(opened, tmp_path):
     tmp_path.chmod(0o1777)
     os.chown(tmp_path, 65534, 65534)
