@@ -163,11 +163,20 @@ def _check_new(base: Path, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _disk_errors(root: str) -> Iterator[Path]:
-    """Give the body the path, and raise what the system refuses there as ConfigError."""
+    """Give the body the path if nobody else can rename folders in it; raise what the system refuses as ConfigError."""
     base = Path(root)
     if not base.is_absolute():
         raise ConfigError(f"disk_path: wanted an absolute path, got {clip(root)}; the stores of all nodes use it")
     try:
+        # Else another user could put a link in place of the tier's folder while the store runs.
+        info = base.stat() if base.exists() else None
+        is_shared = info and info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX
+        if info and (is_shared or info.st_uid not in (0, os.geteuid())):
+            raise ConfigError(
+                f"disk_path: wanted a folder of user {os.geteuid()} or root that nobody else can write, or with the "
+                f"sticky bit, got {base} of user {info.st_uid} with mode {info.st_mode & 0o7777:o}; chmod go-w or "
+                "chmod +t it, chown it, or give another path"
+            )
         yield base
     except OSError as error:
         raise ConfigError(

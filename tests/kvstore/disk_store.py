@@ -208,6 +208,6 @@ def refuse(code=errno.EIO):
 
 
 def stops_writing(store):
-    """Wait until nothing is to be written."""
-    wait_until(lambda: not store.num("num_queued") and not store.core.pool.num_leases())
+    """Wait until nothing is to be written, and no turn of the disk is under way."""
+    wait_until(lambda: not store.num("num_unwritten") and not store.core.pool.num_leases())
     store.check()

@@ -273,6 +273,30 @@ def test_a_folder_of_another_user_is_not_looked_into(opened, tmp_path, monkeypat
         opened()
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o702])
+def test_a_path_where_others_could_rename_the_folder_is_refused(opened, tmp_path, mode):
+    """Else they put a link in its place while the store runs, and it writes another folder's files."""
+    root = tmp_path / "scratch"
+    root.mkdir()
+    root.chmod(mode)
+    for refuse in (check, lambda root: opened(root=root)):
+        with pytest.raises(ConfigError, match=f"disk_path: wanted a folder of user .* mode {mode:o}; chmod go-w"):
+            refuse(root)
+    assert listing(root) == []
+    root.chmod(mode | stat.S_ISVTX)
+    check(root)
+    opened(root=root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_path_of_another_user_is_refused(opened, tmp_path):
+    tmp_path.chmod(0o1777)
+    os.chown(tmp_path, 65534, 65534)
+    for refuse in (check, lambda root: opened(root=root)):
+        with pytest.raises(ConfigError, match="of user 65534"):
+            refuse(tmp_path)
+
+
 def test_a_lock_or_a_label_without_end_is_not_read_whole(opened, tmp_path):
     folder = opened()
     opened.close(folder)
