@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -54,7 +54,9 @@ _HARMLESS_IN_MODULES = {
     # Settings of calls, and what a call feeds to the model: both are looked at in each call.
     "generation_config", "prepare_inputs_for_generation",
     # Notes of the last call, of its longest prompt and of how to take its hidden states.
-    "_previous_max_cache_length", "max_seq_len_cached", "_output_capturing_hooks_installed",
+    "_previous_max_cache_length", "max_seq_len_cached", "_output_capturing_hooks_installed", "_can_record_outputs",
+    # Notes of Python on abstract classes.
+    "_abc_impl",
     # They count on their own; training mode is refused.
 } | set(vars(torch.nn.Module()))  # fmt: skip
 
@@ -62,7 +64,7 @@ _HARMLESS_METHODS = ("__init__", "__setstate__")
 """They ran when the model was made, and torch.compile puts others there to number new modules."""
 
 _PLAIN = (int, float, str, bool, type(None))
-_BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, range)
+_BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, complex, bytes, range)
 
 _NUM_SAMPLED = 16
 """Elements of each tensor that are compared, as torch does not count writes through `.data`."""
@@ -144,13 +146,12 @@ def settings_of(model: Any, *, is_named: bool) -> list[tuple[str, str]]:
         if isinstance(value, PreTrainedConfig)
     }
     parts = {id(each): name for name, each in modules} | {each: f"config {at}" for at, each in enumerate(configs)}
-    encoder = json.JSONEncoder(sort_keys=True, default=partial(_as_json, parts, is_named))
 
     def text(name: str, value: object) -> tuple[str, str]:
         if type(value) in _PLAIN:
             return name, repr(value)
         try:
-            return name, encoder.encode(value)
+            return name, json.dumps(_as_json(parts, is_named, value))
         except Exception as error:  # Values of a config or a module may be anything, with a repr of their own.
             raise UnsupportedModel(
                 f"wanted settings that can be told from others, got {name}: {error}. Those are numbers, texts, None, "
@@ -159,47 +160,91 @@ def settings_of(model: Any, *, is_named: bool) -> list[tuple[str, str]]:
             ) from error
 
     found = [
-        text("libraries", [transformers.__version__, torch.__version__]),
-        text("products in float32", [model.device.type, torch.get_float32_matmul_precision()]),
+        text("libraries", [transformers.__version__, str(torch.__version__)]),
+        text("device", model.device.type),
+        # torch.get_float32_matmul_precision() fails once one of these was set. What was not set is as IEEE has it.
+        *(
+            text(f"products in float32, {at}", each.matmul.fp32_precision.replace("none", "ieee"))
+            for at, each in enumerate((torch.backends.cuda, torch.backends.mkldnn))
+        ),
         *(text(f"config {at}", _fields_of(each)) for at, each in enumerate(configs.values())),
-        *(text("hook of all modules", hook) for hook in _hooks_of(every_module, "_global")),
+        *(text(f"{name} of all modules", hook) for name, hook in _hooks_of(every_module, "_global")),
+        *(
+            text(f"class {name_of(kind)}.{key}", value)
+            for kind in {kind for _, module in modules for kind in type(module).__mro__}
+            if not _is_of(kind, "builtins", "torch", "transformers")
+            for key, value in _attributes_of(kind)
+        ),
     ]
     for name, module in modules:
         found.append((name, name_of(type(module))))
-        found += [text(f"a hook of {name}", hook) for hook in _hooks_of(module)]
+        found += [text(f"{at} of {name}", hook) for at, hook in _hooks_of(module)]
         found += [
             text(f"{name}.{key}", value) for key, value in vars(module).items() if key not in _HARMLESS_IN_MODULES
         ]
     return found
 
 
-def _hooks_of(owner: Any, prefix: str = "") -> Iterator[Any]:
-    """Yield the hooks that may change what modules compute; those of libraries and of this package only look."""
+def _hooks_of(owner: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the hooks that may change what modules compute, by kind and place; those of libraries and ours only look.
+
+    With each goes whether it is called with the keyword arguments.
+    """
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        for hook in getattr(owner, prefix + name).values():
-            if str(getattr(hook, "__module__", "")).split(".")[0] not in ("transformers", "kvstore"):
-                yield hook
+        with_kwargs = getattr(owner, f"{prefix}{name}_with_kwargs", ())
+        counted = (
+            [hook, key in with_kwargs]
+            for key, hook in getattr(owner, prefix + name).items()
+            if not _is_of(hook, "transformers", "kvstore")
+        )
+        yield from ((f"{name} {at}", each) for at, each in enumerate(counted))
+
+
+def _is_of(value: Any, *packages: str) -> bool:
+    return str(getattr(value, "__module__", "")).split(".")[0] in packages
+
+
+def _attributes_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that a class has for all of its modules; of a method, its defaults: files tell the rest."""
+    for name, value in vars(kind).items():
+        functions = _functions_of(value)
+        if functions or not (name in _HARMLESS_IN_MODULES or name.startswith("__")):
+            yield name, [_defaults_of(each) for each in functions] or value
+
+
+def _defaults_of(function: Any) -> list[Any]:
+    return [getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)]
 
 
 def _fields_of(config: PreTrainedConfig) -> list[Any]:
-    return [name_of(type(config)), {key: each for key, each in vars(config).items() if key not in _HARMLESS_IN_CONFIG}]
+    return [
+        name_of(type(config)),
+        {key: each for key, each in sorted(vars(config).items()) if key not in _HARMLESS_IN_CONFIG},
+    ]
 
 
 def _as_json(parts: Mapping[int, str], is_named: bool, value: Any) -> Any:
-    """Return what stands for a value that JSON does not have; `parts` names those that count on their own."""
-    kind = name_of(type(value))
+    """Return JSON that only equal values have; `parts` names those that count on their own.
+
+    Types are exact: an object of a subclass may hold more than its items.
+    """
+    kind, inner = name_of(type(value)), partial(_as_json, parts, is_named)
+    if type(value) in _PLAIN:
+        return value
     if id(value) in parts:
         return ["part", parts[id(value)]]
     if isinstance(value, PreTrainedConfig):
-        return _fields_of(value)
-    if isinstance(value, set | frozenset):
-        return [kind, sorted(value, key=repr)]
-    if isinstance(value, _BY_TEXT):
+        return [kind, inner(_fields_of(value))]
+    if type(value) in (list, tuple, dict):
+        return [kind, *map(inner, value.items() if type(value) is dict else value)]
+    if type(value) in (set, frozenset):
+        return [kind, *sorted(map(inner, value), key=repr)]
+    if type(value) in _BY_TEXT:
         return [kind, str(value)]
     if type(value) is partial:
-        return [kind, value.func, value.args, value.keywords]
+        return [kind, *map(inner, (value.func, value.args, value.keywords))]
     if _has_no_state(value):
-        return [kind, value.__module__, value.__qualname__]
+        return [kind, value.__module__, value.__qualname__, inner(_defaults_of(value))]
     if is_named:
         return ["unclear", kind]
     raise TypeError(f"an object of {kind}")
@@ -239,7 +284,10 @@ def _digests_of_code(model: Any, *, is_named: bool) -> list[str]:
         )
     held: list[Any] = []
     for part in model.modules():
-        held += [*_hooks_of(part), *(each for name, each in vars(part).items() if name not in _HARMLESS_IN_MODULES)]
+        held += [
+            *(hook for _, (hook, _) in _hooks_of(part)),
+            *(each for name, each in vars(part).items() if name not in _HARMLESS_IN_MODULES),
+        ]
     for module in {kind.__module__ for kind in kinds} & set(sys.modules):
         held += list(vars(sys.modules[module]).values())
     files = {_file_of(each) for each in chain(kinds, methods, held)} - {""}
@@ -248,7 +296,11 @@ def _digests_of_code(model: Any, *, is_named: bool) -> list[str]:
 
 def _functions_of(value: Any) -> list[FunctionType]:
     """Return the functions in an attribute of a class: a method, also a static one, or a property."""
-    held = (value, getattr(value, "__func__", None), getattr(value, "fget", None))
+    held = (
+        value.func if isinstance(value, cached_property) else value,
+        getattr(value, "__func__", None),
+        getattr(value, "fget", None),
+    )
     return [each for each in held if isinstance(each, FunctionType)]
 
 
@@ -312,7 +364,7 @@ def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what shows that a tensor was replaced or written to; while it is held, no other storage is like its own.
 
     The storage may be freed meanwhile. Quantised and distributed tensors may have none. torch counts no writes to those
-    of inference mode, and none through `.data`, so a few elements are in it.
+    of inference mode, so all of their bytes are in it; and none through `.data`, so a few elements are.
     """
     place, sample = tuple[object, ...](), tuple[object, ...]()
     with contextlib.suppress(NotImplementedError, RuntimeError):
@@ -321,5 +373,9 @@ def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
         flat = tensor.detach().reshape(-1)
         # Not a whole number of rows apart, so that not all are of one column.
         some = flat[:: max(1, (len(flat) - 1) // _NUM_SAMPLED)][:_NUM_SAMPLED]
-        sample = tensor.shape, some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        sample = (
+            tensor.shape,
+            some.cpu().contiguous().view(torch.uint8).numpy().tobytes(),
+            tensor_digest("", tensor) if tensor.is_inference() else "",
+        )
     return type(tensor), tensor.dtype, 0 if tensor.is_inference() else tensor._version, sample, place

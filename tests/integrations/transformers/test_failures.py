@@ -144,7 +144,7 @@ def test_a_store_without_room_keeps_what_fits(build, tokens, cluster_class, wrap
         cluster.stop()
 
 
-def test_a_store_that_is_not_there_or_too_small_is_said_at_once(build, cluster_class, store, wrap):
+def test_a_store_that_is_not_there_or_too_small_is_said_at_once(build, tokens, cluster_class, store, wrap):
     store.cluster.stop_node("a")
     with pytest.raises(StoreNotRunning):
         wrap(build())
@@ -152,9 +152,11 @@ def test_a_store_that_is_not_there_or_too_small_is_said_at_once(build, cluster_c
     try:
         cluster.add("tiny")
         tiny = type("Tiny", (), {"client": lambda self, space, tenant: cluster.client("tiny", space)})()
-        # The first blocks decide how large slots are.
-        with PrefixCachedModel(build(), tiny, block_size=1), pytest.raises(ConfigError, match="block_bytes"):
-            PrefixCachedModel(build(), tiny)
+        with PrefixCachedModel(build(), tiny, block_size=1) as cached:
+            # The first blocks decide how large slots are, once one of them is saved.
+            cached.generate(tokens(4), **GREEDY)
+            with pytest.raises(ConfigError, match="block_bytes"):
+                PrefixCachedModel(build(), tiny)
     finally:
         cluster.stop()
 

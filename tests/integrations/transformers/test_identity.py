@@ -238,6 +238,17 @@ def test_writes_through_data_are_noticed(build, tokens, wrap, is_whole):
     assert cached.stats.num_saved_blocks == 0
 
 
+def test_writes_to_any_row_of_weights_of_inference_mode_are_noticed(build, tokens, wrap):
+    with torch.inference_mode():
+        model = build()
+    cached = wrap(model)
+    cached.generate(tokens(40), **GREEDY)
+    with torch.inference_mode():
+        model.model.layers[0].mlp.down_proj.weight[5, 1:3] += 2
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        cached.generate(tokens(40), **GREEDY)
+
+
 def test_a_weight_in_any_order_of_memory(build, tokens, wrap):
     model, prompt = build(), tokens(40)
     weight = model.model.layers[0].self_attn.k_proj.weight

@@ -256,10 +256,6 @@ def another_torch(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "3.0.0")
 
 
-def coarse_products(monkeypatch):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-
-
 def a_hook_of_all_modules(monkeypatch):
     handle = torch.nn.modules.module.register_module_forward_hook(louder)
     monkeypatch.setattr(modeling_llama, "handle", handle, raising=False)  # Only to keep it.
@@ -268,7 +264,7 @@ def a_hook_of_all_modules(monkeypatch):
 @pytest.mark.parametrize("model_id", [None, "mine"])
 @pytest.mark.parametrize(
     "change",
-    [patched_method, patched_function, another_transformers, another_torch, coarse_products, a_hook_of_all_modules],
+    [patched_method, patched_function, another_transformers, another_torch, a_hook_of_all_modules],
 )
 def test_what_is_changed_for_all_models_counts(build, monkeypatch, change, model_id):
     before = space(build(), model_id)
@@ -280,6 +276,94 @@ def test_what_is_changed_for_all_models_counts(build, monkeypatch, change, model
             modeling_llama.handle.remove()
         monkeypatch.undo()
     assert space(build(), model_id) == before
+
+
+@pytest.mark.parametrize("backend", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, None])
+def test_coarse_products_count_in_both_ways_of_torch_to_choose_them(build, backend):
+    model = build()
+    before, snapshot = space(model), identity.Snapshot(model, is_named=False)
+    try:
+        if backend:
+            backend.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("medium")
+        assert space(model) != before
+        with pytest.raises(InvalidRequest, match="products"):
+            snapshot.check(model)
+    finally:
+        if backend:
+            backend.fp32_precision = "none"
+        else:
+            torch.set_float32_matmul_precision("highest")
+    assert space(model) == before
+
+
+def quieter(_, given, output=None):
+    return given[0] / 2 if output is None else output.clamp(-0.5, 0.5)
+
+
+def hooked(model, *hooks, is_pre=False):
+    mlp = model.model.layers[0].mlp
+    for hook in hooks:
+        (mlp.register_forward_pre_hook if is_pre else mlp.register_forward_hook)(hook)
+    return model
+
+
+def test_hooks_count_by_order_number_and_kind(build):
+    models = [
+        hooked(build(), louder, quieter),
+        hooked(build(), quieter, louder),
+        hooked(build(), quieter),
+        hooked(build(), quieter, quieter),
+        hooked(build(), quieter, is_pre=True),
+    ]
+    assert len({space(model) for model in models}) == len(models)
+    assert space(hooked(build(), louder, quieter)) == space(models[0])
+
+
+def test_a_hook_once_more_or_in_another_place_is_noticed(build):
+    model = hooked(build(), louder, quieter)
+    snapshot = identity.Snapshot(model, is_named=False)
+    hooks = model.model.layers[0].mlp._forward_hooks
+    hooks.move_to_end(next(iter(hooks)))
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        snapshot.check(model)
+    snapshot = identity.Snapshot(model, is_named=False)
+    hooked(model, louder)
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        snapshot.check(model)
+
+
+class Scaled(torch.nn.Module):
+    by = 1.0
+
+    def forward(self, x, more=0.0, *, less=0.0):
+        return self.by * x + more - less
+
+
+def scaled_by(x, by=1.0):
+    return by * x
+
+
+@pytest.mark.parametrize("model_id", [None, "mine"])
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (Scaled, "by", 2.0),
+        (Scaled.forward, "__defaults__", (1.0,)),
+        (Scaled.forward, "__kwdefaults__", {"less": 1.0}),
+        (scaled_by, "__defaults__", (2.0,)),
+    ],
+)
+def test_attributes_of_classes_and_defaults_count(build, monkeypatch, owner, name, value, model_id):
+    model = build()
+    model.model.layers[0].mlp.act_fn = Scaled().eval()
+    model.model.layers[1].mlp.act_fn = Holding(scaled_by).eval()
+    before, snapshot = space(model, model_id), identity.Snapshot(model, is_named=bool(model_id))
+    monkeypatch.setattr(owner, name, value)
+    assert space(model, model_id) != before
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        snapshot.check(model)
 
 
 @pytest.mark.parametrize("model_id", [None, "mine"])
@@ -316,13 +400,22 @@ class Object:
     pass
 
 
+class Notes(dict):
+    pass
+
+
+class Named(str):
+    pass
+
+
 UNCLEAR = {
     "an object": Object,
     "a function within another": lambda: lambda x: x,
     "a tensor": lambda: torch.ones(2),
     "a tensor deep inside": lambda: {"a": [(torch.ones(2),)]},
     "a module that is not of the model": lambda: [torch.nn.Linear(2, 2)],
-    "keys of two kinds": lambda: {1: 2, "a": 3},
+    "a dict that may hold more": lambda: Notes(a=1),
+    "a text that may hold more": lambda: Named("a"),
 }
 
 
@@ -340,7 +433,12 @@ PLAIN = [
     "1",
     None,
     (1.0,),
-    {"a": 1.0},
+    [1.0],
+    {"a": 1.0, "b": 2.0},
+    {"b": 2.0, "a": 1.0},
+    {1: 0},
+    {"1": 0},
+    {1: 0, "a": 0},
     {2.0},
     torch.float32,
     functools.partial(torch.mul, 1.0),

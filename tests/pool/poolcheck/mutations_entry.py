@@ -124,7 +124,7 @@ ENTRY: tuple[Mutant, ...] = (
         "the versions of the libraries do not count",
         "ours: a release of transformers computes the same model otherwise",
         "kvstore.integrations.transformers.identity",
-        '        text("libraries", [transformers.__version__, torch.__version__]),\n',
+        '        text("libraries", [transformers.__version__, str(torch.__version__)]),\n',
         "",
         "tests/integrations/transformers/test_unlike.py::test_what_is_changed_for_all_models_counts[another_transformers-None]",
     ),
