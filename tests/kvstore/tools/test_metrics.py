@@ -27,6 +27,7 @@ def stats(tmp_path_factory):
     core = NodeCore("n", config, "127.0.0.1", nobody, nobody)
     try:
         core.state.pool_service.attach(bytes(32), 4096)
+        core.state.disk.wait_begun({})
         yield core.counts()
     finally:
         core.stop()
