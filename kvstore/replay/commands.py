@@ -286,6 +286,7 @@ def make_trace(kind: str, seconds: float, seed: int, output: Path | None) -> Non
     """
     from kvstore.replay.files import write_whole
     from kvstore.replay.kinds import as_mooncake, make_requests
+    from kvstore.tools.own_output import drop_output
 
     text = as_mooncake(make_requests(kind, seconds, seed))
     if output is not None:
@@ -297,6 +298,7 @@ def make_trace(kind: str, seconds: float, seed: int, output: Path | None) -> Non
     except BrokenPipeError:
         raise  # The reader has enough, as with `| head`.
     except OSError as error:
+        drop_output()
         raise ConfigError(
             f"wanted to write {len(text)} bytes to stdout, got {error.strerror}; free some space"
         ) from error

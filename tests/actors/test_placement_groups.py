@@ -39,7 +39,8 @@ def test_a_placement_group_that_captures_what_its_actors_make_never_holds_a_stor
     inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
     trainer = ray.remote(num_cpus=0.1, scheduling_strategy=inside)(Trainer).remote()
     try:
-        begun = get(trainer.begin.remote(), 90)
+        # Ray knows the movers of other tests' stores, too, which have ended.
+        begun = {key: each for key, each in get(trainer.begin.remote(), 90).items() if each[0] != "DEAD"}
         names = {name.split("/")[2] for _, _, name in begun.values() if name}
         assert {"supervisor", "directory", "node"} <= names
         assert {state for state, *_ in begun.values()} == {"ALIVE"}

@@ -219,6 +219,7 @@ def test_stdout_that_is_full_is_a_typed_error():
     code = "from kvstore.cli import main; main()"
     command = [sys.executable, "-c", code, "trace", "make", "loop", "--seconds", "10"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONUNBUFFERED", None)  # Python itself writes once more when it ends.
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
