@@ -33,9 +33,22 @@ def lives(cluster):
     return Lives(cluster)
 
 
-def memory_files():
+def _memory_files():
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sum(os.path.islink(link) and "raykv-arena" in os.readlink(link) for link in links)
+
+
+@pytest.fixture(autouse=True)
+def _of_other_tests():
+    """Note what tests before have left, as a benchmark that runs in this process does."""
+    _OTHERS[:] = [_memory_files()]
+
+
+_OTHERS = [0]
+
+
+def memory_files():
+    return _memory_files() - _OTHERS[0]
 
 
 def test_blocks_are_loaded_from_the_memory_of_the_life_before_also_the_next_time(cluster, lives):
