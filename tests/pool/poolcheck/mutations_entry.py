@@ -118,7 +118,7 @@ ENTRY: tuple[Mutant, ...] = (
         "kvstore.integrations.transformers.paged.store",
         "            return ()\n",
         "            pass\n",
-        "tests/integrations/transformers/paged/test_weights.py::test_other_weights_in_the_same_engine",
+        "tests/integrations/transformers/paged/test_weights.py::test_what_a_writer_computes_otherwise_is_not_shared",
     ),
     bug(
         "the versions of the libraries do not count",
