@@ -101,7 +101,8 @@ def _make_agent(
         handle.registerMem(registration, [backend])
     except Exception as error:
         chosen = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("UCX_"))
-        raise RegistrationFailed(f"could not {what}: {error}, with {chosen}; see `kvstore doctor`") from error
+        settings = f", with {chosen}" if chosen else ""
+        raise RegistrationFailed(f"could not {what}: {error}{settings}; see `kvstore doctor`") from error
     return _Agent(handle, backend, registration)
 
 
